@@ -186,7 +186,7 @@ def make_buffer(capacity=50_000, **options):
 
 def rows_of(buffer):
     """All rows, in the order of their keys."""
-    return buffer.gather(torch.arange(buffer.stats().rows_written))
+    return buffer.gather(buffer.keys(rows=True))
 
 
 def assert_complete(buffer, counts):

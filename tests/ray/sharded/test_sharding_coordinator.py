@@ -15,7 +15,7 @@ from local_cluster import LocalActor, LocalCluster
 from local_shards import SPEC
 
 import torchreplay as tr
-from torchreplay.ray import ShardedReplay
+from torchreplay.ray import ReplayLost, ShardedReplay
 from torchreplay.ray.sharded.coordinator import Coordinator
 from torchreplay.ray.sharded.local_shard import LocalShard
 from torchreplay.ray.sharded.manifest import Counts, Manifest
@@ -143,8 +143,94 @@ def test_a_writer_whose_shard_is_not_made_anew_for_long_says_so(cluster, union, 
     coordinator.lost(1, 0, 0, "killed")
     with pytest.raises(RuntimeError, match="shard of node b was lost, and could not be made anew for 0 s"):
         buffer_to_write_to(shards)
-    with pytest.raises(RuntimeError, match=r"node d has no shard: the shards are on \['a', 'c'\]"):
+
+
+class Elsewhere:
+    """A shard of another node, as a process is about to write to it."""
+
+    def __init__(self, entry):
+        self.number, self.ending = entry.number, None
+
+    def connect(self):
+        """Finds it."""
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    monkeypatch.setattr("torchreplay.ray.sharded.remote_shard.RemoteShard", Elsewhere)
+    return Elsewhere
+
+
+def test_a_process_without_a_shard_writes_to_one_with_the_fewest_writers_and_keeps_to_it(union, elsewhere):
+    _, view = union()
+    with buffer_to_write_to(view("a")).writer(), buffer_to_write_to(view("b")).writer():
+        first = view("d")
+        assert [buffer_to_write_to(first).number for _ in range(3)] == [2, 2, 2]
+    assert buffer_to_write_to(first).number == 2  # where there are as many by now
+    # Of those that have as few they take one in turn: the shards get as many each, wherever the turns stand.
+    each = [buffer_to_write_to(view(f"node {process}")).number for process in range(9)]
+    assert sorted(each) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_a_process_without_a_shard_goes_to_another_one_when_its_own_is_lost(cluster, union, elsewhere):
+    coordinator, view = union()
+    shards = view("d")
+    first = buffer_to_write_to(shards)
+    die(coordinator, first.number)
+    first.ending = ReplayLost("nobody draws what this writer writes")
+    cluster.failures = dict.fromkeys(NODES, MemoryError("too little memory is left"))
+    others = {0, 1, 2} - {first.number}
+    assert buffer_to_write_to(shards).number in others
+    assert set(coordinator.table().entries) == others  # everyone has heard of it
+
+
+def test_a_shard_that_goes_before_it_is_reached_is_left_out(union, elsewhere, monkeypatch):
+    coordinator, view = union()
+    tried = []
+
+    def connect(shard):
+        tried.append(shard.number)
+        if len(tried) == 1:
+            die(coordinator, shard.number)
+            raise tr.AttachError("the node is gone, and its memory with it")
+
+    monkeypatch.setattr(elsewhere, "connect", connect)
+    assert buffer_to_write_to(view("d")).number == tried[1] != tried[0]
+    assert tried[0] not in coordinator.table().entries
+
+
+def test_a_shard_that_cannot_be_reached_and_answers_is_an_error(union, elsewhere, monkeypatch):
+    def connect(shard):
+        raise tr.AttachError("the node is gone, and its memory with it")
+
+    monkeypatch.setattr(elsewhere, "connect", connect)
+    _, view = union(nodes=["a"])
+    with pytest.raises(tr.AttachError, match="the node is gone"):
         buffer_to_write_to(view("d"))
+
+
+def test_a_stopped_buffer_is_told_from_a_lost_shard_by_who_writes_to_another_node(union, elsewhere):
+    coordinator, view = union()
+    shards = view("d")
+    shard = buffer_to_write_to(shards)
+    assert not shards.stopped
+    shard.ending = ReplayLost("its node is gone")
+    assert not shards.stopped
+    shard.ending = tr.Stopped("the replay buffer was stopped")
+    assert shards.stopped
+    coordinator.stop()
+    with pytest.raises(tr.Stopped):
+        buffer_to_write_to(shards)
+
+
+def test_where_no_node_is_left_nobody_can_write(cluster, union, elsewhere):
+    coordinator, view = union()
+    shards = view("d")
+    for number, node in enumerate(NODES):
+        del cluster.alive[node]
+        coordinator.lost(number, 0, 0, "its node is gone")
+    with pytest.raises(RuntimeError, match="no node of the ShardedReplay is alive"):
+        buffer_to_write_to(shards)
 
 
 def test_after_a_loss_writers_are_expected_for_a_while(union):
@@ -504,6 +590,15 @@ def test_explorers_go_where_there_is_room_for_what_they_reserve(cluster, union, 
     assert nodes[:3] == NODES
     assert [place(index) for index in range(9)] == nodes
     assert not caplog.text
+
+
+def test_explorers_of_buffers_that_share_no_node_go_where_the_first_one_has_shards(union):
+    _, view = union(nodes=["a", "b"])
+    first = SimpleNamespace(_shards=view("a"))
+    _, view = union(nodes=["c"])
+    second = SimpleNamespace(_shards=view("a"))
+    place = OverShards([first, second])
+    assert [place(index) for index in range(4)] == ["a", "b", "a", "b"]
 
 
 def test_explorers_that_find_no_room_are_told_of(cluster, union, caplog):

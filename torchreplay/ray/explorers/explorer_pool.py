@@ -34,7 +34,8 @@ class RayExplorerTask(ExplorerTask):
 
     def _elsewhere(self) -> list[RemoteBuffer]:
         buffers: Iterable[Any] = named_buffers(self.buffer).values()
-        return [buffer for buffer in buffers if isinstance(buffer, RemoteBuffer)]
+        written = [shards_of(one).remote.shard if isinstance(one, ShardedReplay) else one for one in buffers]
+        return [buffer for buffer in written if isinstance(buffer, RemoteBuffer)]
 
 
 class ExplorerPool(PlainExplorerPool):

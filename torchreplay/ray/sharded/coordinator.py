@@ -74,6 +74,7 @@ class Coordinator:
         self._slots = [_Slot(capacity, node) for capacity, node in zip(capacities, nodes, strict=True)]
         self._born = 0
         self._streams = 0
+        self._turns = 0
         self._lost: dict[int, LostShard] = {}
         self._lost_updates = 0
         self._expecting: dict[str, float] = {}  # until when each announcement is believed, by the monotonic clock
@@ -208,6 +209,11 @@ class Coordinator:
         """Returns a number for a process that draws; no other one gets it."""
         self._streams += 1
         return self._streams - 1
+
+    def turn(self) -> int:
+        """Returns a number, each time the next one: by it those who choose among equal shards take turns."""
+        self._turns += 1
+        return self._turns - 1
 
     def expect(self, token: str, expecting: bool) -> None:
         """Notes that someone says that writers will come, or says so no more."""

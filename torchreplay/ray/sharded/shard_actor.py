@@ -75,10 +75,11 @@ class Shard:
             seed=self._seed,
             name=None if config.name is None else f"{config.name[:SHARD_NAME]}/{self._number}",
         )
+        handle = self._buffer.handle()
         self._candidates = ShardSampler(self._buffer, self._number)
         if self._limit is not None:
             self._set_limit(self._limit)
-        return self._buffer.handle()
+        return handle
 
     def draw(self, candidates: int, largest: float) -> Answer:
         """Draws so many candidates, stratified and with replacement; none, if only the figures are wanted.

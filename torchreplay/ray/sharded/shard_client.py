@@ -21,6 +21,7 @@ from torchreplay.ray.sharded.global_distribution import pack, unpack
 from torchreplay.ray.sharded.local_shard import LocalAttachment
 from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, LearnerReport, Rule
+from torchreplay.ray.sharded.remote_shard import RemoteAttachment
 from torchreplay.ray.sharded.reply_collector import ReplyCollector
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport
 from torchreplay.ray.sharded.shard_table import LostShard, ShardEntry, ShardTable
@@ -68,6 +69,8 @@ class ShardClient:
         self._looked_at = 0.0  # when a report asked for the table last
         self._limiter: LearnerLimiter | None = None
         self._lock = threading.RLock()
+        # The shard that is written to from here where this node has none
+        self.remote = RemoteAttachment(self._shard_to_write_to, self._answers)
         # The shard on this node, which is drawn from and fed back to through shared memory once it is attached
         self.local = LocalAttachment(self._lock, self.entry_here, self._answers)
         self.node = ray_node()  # Ray's id of the node that this process is on
@@ -98,9 +101,12 @@ class ShardClient:
 
     @property
     def stopped(self) -> bool:
-        """Whether the buffer was stopped, as far as this process has heard: where a shard is attached, at once."""
+        """Whether the buffer was stopped, as far as this process has heard: where a shard is attached, at once.
+
+        Where it writes to a shard of another node, it hears of that about half a second later.
+        """
         told = self.table.stopped or any(figures.stats.stopped for figures in self.figures.values())
-        return told or self.local.stopped
+        return told or self.local.stopped or self.remote.stopped
 
     # The coordinator
 
@@ -190,7 +196,7 @@ class ShardClient:
         Raises:
             RuntimeError: One was lost before it could know.
         """
-        self.local.release()
+        self.release()
         entries = self.table.entries
         told = self.calls.collect({number: entry.actor.draw.remote(0, 0.0) for number, entry in entries.items()})
         for number in entries.keys() - told.keys():
@@ -201,11 +207,29 @@ class ShardClient:
             self.figures = {}  # a number may be that of another node's shard now
         self.exchange()
 
-    # The shard on this node
+    def release(self) -> None:
+        """Lets go of the shards that this process reads and writes."""
+        self.local.release()
+        self.remote.release()
+
+    # The shard on this node, or the one that is written to instead
 
     def entry_here(self) -> ShardEntry | None:
         """Returns the shard of this node, as far as this process knows."""
         return next((entry for entry in self.table.entries.values() if entry.node == self.node), None)
+
+    def _shard_to_write_to(self, number: int) -> ShardEntry | None:
+        """Returns shard `number` while it is there, else the one with the fewest writers; None: none answers.
+
+        Of several that have as few, processes take one in turn.
+        """
+        entries = self.table.entries
+        if number in entries:
+            return entries[number]
+        told = self.calls.collect({number: entry.actor.draw.remote(0, 0.0) for number, entry in entries.items()})
+        writers = {number: figures.writers for number, (figures, _) in told.items()}
+        idlest = sorted(number for number, count in writers.items() if count == min(writers.values()))
+        return entries[idlest[self.coordinator.ask("turn") % len(idlest)]] if idlest else None
 
     # Orders, keys, and feedback
 
@@ -324,7 +348,7 @@ class ShardClient:
         local = self.local.shard  # another node's shard has no writer of this thread's
         own = 0 if local is None else local.own_writers(unused_count_as_others)
         told, learners = self.figures.values(), self.limiter.learners
-        writers = sum(figures.stats.writers for figures in told)
+        writers = sum(figures.writers for figures in told)
         departures = [figures.since_departure for figures in told if figures.since_departure >= 0]
         writes = [figures.stats.last_write_age for figures in told if figures.stats.last_write_age >= 0]
         return {

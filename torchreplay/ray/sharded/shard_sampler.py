@@ -27,6 +27,7 @@ class ShardReport:
     stats: Stats  # of the shard's buffer; keys below `rows_written` exist
     drawn: TreeSummary  # the tree when the candidates were drawn; without candidates as it is now
     candidates: int = 0  # how many come with this report
+    writers: int = 0  # alive; without candidates also those of other nodes while nobody is there to write their rows
     since_departure: float = -1.0  # seconds since a writer last left; -1 if none did
     trouble: str | None = None  # why nothing can be drawn however long one waits; None for no such reason
     barren: str | None = None  # why its ring, as long as it stays like this, completes no item; None if it may
@@ -44,12 +45,12 @@ Answer: TypeAlias = tuple[ShardReport, NDArray[np.uint8] | None]
 class ShardSampler:
     """Draws from a shard's buffer, for the shard's actor or for a learner on its node. For one thread.
 
-    Nobody else draws through this object of the buffer.
+    Nobody else draws through this object of the buffer, whose handle was made before where other nodes may write.
     """
 
     def __init__(self, buffer: ReplayBuffer, number: int) -> None:
         self._sampler, self._base = local_sampler(buffer), pack(number)
-        self._segment = self._sampler.segment
+        self._segment, self._watched = self._sampler.segment, self._sampler.watched
         self._prioritized = isinstance(buffer.sampler, Prioritized)
         self._largest = 0.0
 
@@ -106,8 +107,9 @@ class ShardSampler:
         values["priority_min"] = smallest_priority(smallest, self._sampler.config.sampler)
         stats = Stats.of(values)
         drawn = drawn or TreeSummary(stats.priority_total, stats.drawable, smallest)
-        departure = self._segment.census(False)["since_departure"]
-        return ShardReport(stats, drawn, candidates, departure, moment=moment)
+        # Who waits for rows looks for writers, and asks for no candidates then. The others need not wait for that look.
+        census = (self._segment if candidates else self._watched).census(False)
+        return ShardReport(stats, drawn, candidates, census["writers"], census["since_departure"], moment=moment)
 
     def _reasons(self, figures: ShardReport, why: str, n: int) -> ShardReport:
         """Adds why the native core gave no batch of `n`."""

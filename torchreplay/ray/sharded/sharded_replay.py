@@ -28,6 +28,7 @@ from torchreplay.ray.sharded.coordinator_client import (
 )
 from torchreplay.ray.sharded.local_shard import ShardWriter
 from torchreplay.ray.sharded.manifest import Manifest
+from torchreplay.ray.sharded.remote_shard import RemoteShard, RemoteShardWriter
 from torchreplay.ray.sharded.save_restore import capacities_for, restore_shards, save_shards
 from torchreplay.ray.sharded.shard_client import ShardClient
 from torchreplay.ray.sharded.shard_feedback import ShardFeedback
@@ -135,12 +136,16 @@ class ShardedReplay(Replay):
 
     def writer(
         self, envs: Any = None, autoreset: Autoreset | None = None, *, num_envs: int | None = None
-    ) -> ShardWriter:
+    ) -> ShardWriter | RemoteShardWriter:
         """Returns a writer to the shard of the node that this process is on: one for each explorer thread.
 
         Its calls are those of `ReplayBuffer.writer()`, at the same cost; the keys that they return are the union's.
         They raise `ShardLost` some seconds after the shard has died: a new writer then writes to the one that takes its
         place.
+
+        On a node without a shard it writes through Ray to the shard that had the fewest writers when this process asked
+        first. It is a remote writer, as a `RemoteBuffer` has them: its calls return no keys. All writers of a process
+        write to the same shard for as long as that is there, and to another one after its loss.
 
         Args:
             envs: The environment, or the vector environment, whose steps it writes, as in `ReplayBuffer.writer`.
@@ -148,20 +153,25 @@ class ShardedReplay(Replay):
             num_envs: Environments of the vector environment, where `envs` is not given.
 
         Raises:
-            RuntimeError: This node has no shard.
+            RuntimeError: No node that is alive has a shard, or this node's was lost and is not made anew for a minute.
             Stopped: The buffer was stopped.
             ValueError: As there.
         """
         self._require_open()
         return buffer_to_write_to(self._shards).writer(envs, autoreset, num_envs=num_envs)
 
-    def extend(self, /, *args: Any, priority: Any = None, **fields: Any) -> torch.Tensor:
-        """Writes n rows, or under a view that links rows a whole episode, to the shard of this node.
+    def extend(self, /, *args: Any, priority: Any = None, **fields: Any) -> torch.Tensor | None:
+        """Writes n rows, or under a view that links rows a whole episode, to the shard that `writer` writes to.
 
-        Arguments, results and errors are those of `ReplayBuffer.extend`; the keys are the union's.
+        Arguments, results and errors are those of `ReplayBuffer.extend`; the keys are the union's. On a node without a
+        shard it returns None when the rows are in the other node's shard.
         """
         self._require_open()
-        keys = buffer_to_write_to(self._shards).extend(*args, priority=priority, **fields)
+        buffer = buffer_to_write_to(self._shards)
+        if isinstance(buffer, RemoteShard):
+            self._rows_extended += buffer.deliver(*args, priority=priority, **fields)
+            return None
+        keys = buffer.extend(*args, priority=priority, **fields)
         self._rows_extended += keys.numel()
         return keys
 
@@ -544,7 +554,7 @@ class ShardedReplay(Replay):
                     self._shards.report(last=True)
                     self._feedback.flush()
         finally:
-            self._shards.local.release()
+            self._shards.release()
             owned, self._owned = self._owned, None
             if owned is not None and connected:
                 end(owned)

@@ -1,4 +1,4 @@
-"""Writing to the shard of the node one is on, and saying that someone will."""
+"""Which shard a process writes to, and saying that someone will write."""
 
 from __future__ import annotations
 
@@ -14,26 +14,32 @@ from torchreplay.ray.runtime.session import import_ray
 from torchreplay.ray.sharded.coordinator import REPEAT
 from torchreplay.ray.sharded.coordinator_client import CoordinatorClient
 from torchreplay.ray.sharded.local_shard import ShardBuffer
+from torchreplay.ray.sharded.remote_shard import RemoteShard
 from torchreplay.ray.sharded.shard_client import ShardClient
 from torchreplay.segment.closeable import Closeable
 
 REMAKE_SECONDS: Final = 60.0
-"""Seconds for which a writer waits for its node's shard to be made anew."""
+"""Seconds for which a writer waits for a shard to be made anew."""
 
 _POLL: Final = 0.1
 
 
-def buffer_to_write_to(shards: ShardClient) -> ShardBuffer:
-    """Returns the buffer of the shard on this node; waits for one that is being made anew.
+def buffer_to_write_to(shards: ShardClient) -> ShardBuffer | RemoteShard:
+    """Returns the buffer of the shard on this node, or of another node's where this one has none.
+
+    It waits for a shard that is being made anew. A process that writes to another node's shard keeps to that one for as
+    long as it is there.
 
     Raises:
         AttachError: It cannot be attached.
-        RuntimeError: This node has no shard, or gets none for a minute.
+        RuntimeError: No node that is alive has a shard, or the one of this node is not made anew for a minute.
         Stopped: The buffer was stopped.
     """
-    local = shards.local.shard
+    local, remote = shards.local.shard, shards.remote.shard
     if local is not None and local.alive:
         return local.buffer
+    if remote is not None and remote.ending is None:
+        return remote
     if local is not None:
         shards.look()  # of one that was restored since it was attached, the number is another shard's now
         if shards.local.shard is local:
@@ -45,7 +51,7 @@ def buffer_to_write_to(shards: ShardClient) -> ShardBuffer:
     return buffer
 
 
-def _waited_for(shards: ShardClient) -> ShardBuffer:
+def _waited_for(shards: ShardClient) -> ShardBuffer | RemoteShard:
     deadline = time.monotonic() + REMAKE_SECONDS
     while (buffer := _attached(shards)) is None:
         if time.monotonic() >= deadline:
@@ -57,24 +63,22 @@ def _waited_for(shards: ShardClient) -> ShardBuffer:
     return buffer
 
 
-def _attached(shards: ShardClient) -> ShardBuffer | None:
-    """Returns the buffer of the shard on this node; None while it is to be made anew."""
+def _attached(shards: ShardClient) -> ShardBuffer | RemoteShard | None:
+    """Returns the buffer to write to; None while a shard is to be made anew."""
     table = shards.look()
     if table.stopped:
         raise Stopped(f"{shards.called} was stopped")
     if not shards.node:
         raise RuntimeError(
-            "this process, a Ray Client, is on no node of the cluster, and shards are written to through their node's "
-            "memory. Have a task or an actor write, or run this program on a node that has a shard"
+            "this process, a Ray Client, is on no node of the cluster, and rows come from its nodes. Have a task or an "
+            "actor write, or run this program on a node"
         )
-    if shards.entry_here() is None and shards.node not in table.starting:
-        nodes = [entry.node for entry in table.entries.values()]
-        raise RuntimeError(
-            f"node {shards.node} has no shard: the shards are on {nodes}. Run "
-            f"explorers there (NodeAffinitySchedulingStrategy), or make the ShardedReplay when all nodes are up"
-        )
-    local = shards.local.attach()
-    return None if local is None else local.buffer
+    if shards.entry_here() is not None or shards.node in table.starting:
+        local = shards.local.attach()
+        return None if local is None else local.buffer
+    if not table.nodes:
+        raise RuntimeError("no node of the ShardedReplay is alive: make another one, or load one that was saved")
+    return shards.remote.attach()
 
 
 def nodes_to_write_from(shards: ShardClient) -> list[str]:

@@ -36,7 +36,8 @@ def strategy_of(placement: Placement, index: int) -> Any:
 class OverShards:
     """Places explorers on the nodes that have a shard of each of these buffers, in turn.
 
-    A node has no more turns than explorers for whose reservations it is large enough.
+    Where there is no such node, they go to those that have a shard of the first buffer. A node has no more turns than
+    explorers for whose reservations it is large enough.
     """
 
     replays: Sequence[ShardedReplay]  # the buffers
@@ -51,7 +52,7 @@ class OverShards:
             Stopped: A buffer was closed.
         """
         first, *others = [nodes_to_write_from(shards_of(replay)) for replay in self.replays]
-        nodes = [node for node in first if all(node in other for other in others)]
+        nodes = [node for node in first if all(node in other for other in others)] or first
         if not nodes:
             raise RuntimeError("no node that is alive has a shard to write to")
         room = self._room(nodes, index + 1)
