@@ -6,6 +6,7 @@
 #include "python/episode_calls.h"
 #include "python/faults.h"
 #include "python/import_object.h"
+#include "python/limiter_calls.h"
 #include "python/prefetcher_object.h"
 #include "python/reader_object.h"
 #include "python/regions.h"
@@ -183,26 +184,31 @@ PyObject* let_threads_sleep(PyObject*, PyObject*) {
   return Py_NewRef(Py_None);
 }
 
-PyMethodDef functions[] = {{"init_arrays", init_arrays, METH_VARARGS, nullptr},
-                           {"init_waits", init_waits, METH_VARARGS, nullptr},
-                           {"segment_layout", segment_layout, METH_VARARGS, nullptr},
-                           {"segment_regions", segment_regions, METH_VARARGS, nullptr},
-                           {"simd", simd, METH_NOARGS, nullptr},
-                           {"weights_bytes", weights_bytes, METH_O, nullptr},
-                           {"take_huge_pages", take_huge_pages, METH_VARARGS, nullptr},
-                           {"checksum", checksum, METH_VARARGS, nullptr},
-                           {"nonce_in_use", nonce_in_use, METH_VARARGS, nullptr},
-                           {"repair_file", repair_file, METH_VARARGS, nullptr},
-                           {"leave_files", leave_files, METH_NOARGS, nullptr},
-                           {"let_threads_sleep", let_threads_sleep, METH_NOARGS, nullptr},
-                           {"rename_new", rename_new, METH_VARARGS, nullptr},
-                           {"machine_ns", machine_ns, METH_NOARGS, nullptr},
-                           {"published_version", published_version, METH_O, nullptr},
+PyMethodDef functions[] = {
+    {"init_arrays", init_arrays, METH_VARARGS, nullptr},
+    {"init_waits", init_waits, METH_VARARGS, nullptr},
+    {"segment_layout", segment_layout, METH_VARARGS, nullptr},
+    {"segment_regions", segment_regions, METH_VARARGS, nullptr},
+    {"simd", simd, METH_NOARGS, nullptr},
+    {"weights_bytes", weights_bytes, METH_O, nullptr},
+    {"take_huge_pages", take_huge_pages, METH_VARARGS, nullptr},
+    {"checksum", checksum, METH_VARARGS, nullptr},
+    {"nonce_in_use", nonce_in_use, METH_VARARGS, nullptr},
+    {"repair_file", repair_file, METH_VARARGS, nullptr},
+    {"leave_files", leave_files, METH_NOARGS, nullptr},
+    {"let_threads_sleep", let_threads_sleep, METH_NOARGS, nullptr},
+    {"rename_new", rename_new, METH_VARARGS, nullptr},
+    {"machine_ns", machine_ns, METH_NOARGS, nullptr},
+    {"published_version", published_version, METH_O, nullptr},
+    {"limiter_needed", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(limiter::needed)), METH_FASTCALL, nullptr},
+    {"limiter_admitted", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(limiter::admitted)), METH_FASTCALL,
+     nullptr},
+    {"limiter_start", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(limiter::start)), METH_FASTCALL, nullptr},
 #ifdef TORCHREPLAY_FAULTS
-                           {"fault_points", fault_points, METH_NOARGS, nullptr},
-                           {"arm_fault", arm_fault, METH_VARARGS, nullptr},
+    {"fault_points", fault_points, METH_NOARGS, nullptr},
+    {"arm_fault", arm_fault, METH_VARARGS, nullptr},
 #endif
-                           {nullptr, nullptr, 0, nullptr}};
+    {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "torchreplay._C", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
 

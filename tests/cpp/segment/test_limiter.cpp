@@ -72,6 +72,18 @@ BOOST_AUTO_TEST_CASE(needed_is_the_smallest_number_of_inserts_that_admits_the_dr
   }
 }
 
+BOOST_AUTO_TEST_CASE(a_rule_admits_inserts_without_a_segment_exactly_as_far_as_reverb_does) {
+  std::mt19937_64 random(7);
+  for (int k = 0; k < 20'000; k++) {
+    const Reverb reverb = any_reverb(random);
+    const uint64_t sampled = random() % 5000;
+    const LimiterConfig config{reverb.min_size, reverb.ratio, reverb.min_diff, reverb.max_diff};
+    const uint64_t admitted = LimiterRule(config).admitted(static_cast<double>(sampled), 0);
+    if ((admitted > 0 && !reverb.can_insert(admitted - 1, sampled)) || reverb.can_insert(admitted, sampled))
+      BOOST_FAIL("admitted " << admitted << " ratio " << reverb.ratio << " sampled " << sampled);
+  }
+}
+
 BOOST_AUTO_TEST_CASE(tickets_are_admitted_exactly_as_far_as_reverb_admits_inserts) {
   std::mt19937_64 random(3);
   for (int k = 0; k < 20'000; k++) {

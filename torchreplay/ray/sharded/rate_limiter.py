@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from torchreplay import _C
 from torchreplay.ray.sharded.shard_sampler import ShardReport
 from torchreplay.schema.limiters import Limiter
+
+if TYPE_CHECKING:
+    from torchreplay._C import LimiterRule
 
 WINDOW: Final = 10.0
 """Seconds: waits of late are those of the running window and the one before, as in a `ReplayBuffer`."""
@@ -22,7 +25,7 @@ _PAST: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A limiter, and from where it counts."""
+    """A limiter, and from where it counts. The native core says what it asks for, as it does for one buffer."""
 
     limiter: Limiter  # who must wait
     number: int = 0  # of the limiter: each one that is set has the next
@@ -32,15 +35,13 @@ class Rule:
     cleared: int = 0  # items that were inserted before the last `clear`: not even `min_size` counts them
 
     def followed_by(self, limiter: Limiter, inserted: int) -> Rule:
-        """Returns what `limiter` makes of the union when it is set now.
-
-        Of the `inserted` items that have become drawable so far `min_size` count.
-        """
-        return Rule(limiter, self.number + 1, max(self.cleared, inserted - limiter.min_size), self.cleared)
+        """Returns what `limiter` makes of the union when it is set now, with `inserted` items so far."""
+        new = Rule(limiter, self.number + 1, 0, self.cleared)
+        return replace(new, inserted_before=_C.limiter_start(new._native, inserted))
 
     def restarted(self, inserted: int) -> Rule:
         """Returns what the same limiter makes of the union when all `inserted` items are taken away now."""
-        return Rule(self.limiter, self.number + 1, inserted, inserted)
+        return replace(self, cleared=inserted).followed_by(self.limiter, inserted)
 
     @property
     def divides(self) -> bool:
@@ -49,17 +50,15 @@ class Rule:
 
     def needed(self, sampled: int, n: int) -> int:
         """Returns how many items must have become drawable before `n` more than `sampled` may be drawn."""
-        min_size, ratio, low, _ = self.limiter.bounds()
-        items, draws = self.cleared + max(min_size, 1), low + sampled + n
-        if ratio and draws > 0:
-            items = max(items, self.inserted_before + _whole(math.ceil, draws / ratio))
-        return items
+        return _C.limiter_needed(self._native, sampled, n)
 
     def admitted(self, sampled: int, n: int) -> int:
         """Returns up to how many items may be inserted, under a ratio, while a learner waits for `n` items."""
-        min_size, ratio, _, high = self.limiter.bounds()
-        allowed = self.inserted_before + _whole(math.floor, (high + sampled) / ratio)
-        return max(self.cleared + min_size, allowed, self.needed(sampled, n))
+        return _C.limiter_admitted(self._native, sampled, n)
+
+    @property
+    def _native(self) -> LimiterRule:
+        return *self.limiter.bounds(), self.inserted_before, self.cleared
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,8 +360,3 @@ class WaitStats:
 def _largest(known: Mapping[int, int], said: Mapping[int, int]) -> Mapping[int, int]:
     """Returns the larger number for each shard. It changes neither mapping: threads may be looking at them."""
     return {**known, **{number: max(count, known.get(number, 0)) for number, count in said.items()}}
-
-
-def _whole(rounded: Callable[[float], int], items: float) -> int:
-    """Returns a number of items, which may be beyond all bounds where the ratio is tiny."""
-    return rounded(min(max(items, 0.0), 2.0**62))

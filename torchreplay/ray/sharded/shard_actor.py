@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -25,13 +26,26 @@ from torchreplay.schema.spec import nest
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.ray_node import ray_node
 
-LEASH = float(1 << 40)
-"""Draws that count as one insert for a shard's own limiter: it follows the learners' limit, not its own draws."""
-
-UNBOUNDED = -1e300
-
 SHARD_NAME = 56
 """Characters of the union's name in that of a shard, which has its number behind them."""
+
+
+@dataclass(frozen=True, slots=True)
+class InsertCap:
+    """A shard's own limiter: the union's learners say how many items come in, and the shard's draws change nothing.
+
+    The native core has one kind of limiter, which keeps `inserted * ratio - sampled` within two bounds. At a ratio
+    beyond all draws of a shard the upper bound is a number of items. A lower bound that no balance reaches lets draws
+    go on.
+    """
+
+    items: int  # that may come in from now on, counted as the core counts those that are there
+    draws_per_item: ClassVar[float] = float(1 << 40)
+    lowest_balance: ClassVar[float] = -1e300
+
+    def native(self) -> tuple[int, float, float, float, float]:
+        """Returns what the native core takes."""
+        return 1, self.draws_per_item, self.lowest_balance, self.items * self.draws_per_item, 0.0
 
 
 class Shard:
@@ -196,5 +210,5 @@ class Shard:
             return
         inserted = self._buffer.stats().inserted
         # A new limiter counts as if its min_size, 1, had just come, where there is one: from there on.
-        room = max(0, limit - inserted) + min(inserted - self._cleared, 1)
-        local_sampler(self._buffer).segment.set_limiter((1, LEASH, UNBOUNDED, room * LEASH, 0.0))
+        cap = InsertCap(max(0, limit - inserted) + min(inserted - self._cleared, 1))
+        local_sampler(self._buffer).segment.set_limiter(cap.native())
