@@ -43,9 +43,9 @@ class RemoteShardWriter(RemoteWriter):
         with _losses_of_a_shard():
             super().flush()
 
-    def _wait(self, stalled: bool) -> None:
+    def _look(self, stalled: bool, waited: float) -> None:
         with _losses_of_a_shard():
-            super()._wait(stalled)
+            super()._look(stalled, waited)
 
 
 class RemoteShard(RemoteBuffer):
