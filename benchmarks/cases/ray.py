@@ -85,7 +85,7 @@ def _beside_rllib(plan: Plan) -> Iterator[Line]:
         (f"sample + update {BATCH_SIZE} of {capacity:,}", learn_ours, learn_theirs),
         (f"an episode of {EPISODE} steps", add_ours, add_theirs),
     ):
-        seconds = interleave([Candidate(OURS, run_ours), Candidate("RLlib", run_theirs)], slow)
+        seconds = interleave([Candidate(OURS, run_ours), Candidate("RLlib", run_theirs)], slow.rounds, slow.seconds)
         yield Line("ray", name, "ms", {peer: [MILLISECONDS * s for s in values] for peer, values in seconds.items()})
     ours.close()
 

@@ -34,22 +34,25 @@ struct PrefetcherObject {
 
   // `out` is None, or a batch to draw into, whose tensors the caller keeps until it is taken or this is closed.
   void order(double beta, PyObject* out) {
-    BatchMemory memory{&attached->outputs(), batch_size, nullptr, Ref()};
+    const Fields& outputs = attached->outputs();
+    BatchMemory memory{&outputs, batch_size, nullptr, Ref()};
     if (out == Py_None)
-      memory.builder = std::make_unique<BatchBuilder>(*memory.outputs, batch_size);
+      memory.builder = std::make_unique<BatchBuilder>(outputs, batch_size);
     else
       memory.given = Ref::borrow(out);
-    stream.order(beta, std::move(memory), threads_for(*memory.outputs, batch_size));
+    stream.order(beta, std::move(memory), threads_for(outputs, batch_size));
   }
 
   // The oldest batch; None when it is not drawn yet; or what explain() says.
   PyObject* take(int64_t ns) {
     auto taken = stream.take(ns);
     if (taken.outcome == Draw::kWait && !taken.shortage) return Py_NewRef(Py_None);
-    if (taken.outcome != Draw::kDone) return segment::explain(taken.outcome, taken.shortage.value_or(Shortage{}));
-    if (taken.memory->builder) return segment::make_batch(segment(), *taken.memory->builder);
-    segment::sign(segment(), taken.memory->given.get());
-    return taken.memory->given.release();
+    if (taken.outcome != Draw::kDone || !taken.memory)
+      return segment::explain(taken.outcome, taken.shortage.value_or(Shortage{}));
+    BatchMemory memory = std::move(*taken.memory);
+    if (memory.builder) return segment::make_batch(segment(), *memory.builder);
+    segment::sign(segment(), memory.given.get());
+    return memory.given.release();
   }
 
   // [(step, keys, weight, probability, drawn_from)]: the batches that are drawn and not taken, as bytes.

@@ -92,7 +92,9 @@ def _full(opened: ExitStack, spec: Spec, rows: int, block: dict[str, Any], view:
 
 def _small(opened: ExitStack) -> dict[str, _Call]:
     row_bytes = sum(field.nbytes for field in SMALL.values())
-    row = {name: np.zeros(field.shape, str(field.dtype).removeprefix("torch.")) for name, field in SMALL.items()}
+    row: dict[str, Any] = {
+        name: np.zeros(field.shape, str(field.dtype).removeprefix("torch.")) for name, field in SMALL.items()
+    }
     block: dict[str, Any] = {name: np.stack([value] * 64) for name, value in row.items()}
     buffer, written = (_full(opened, SMALL, SMALL_ROWS, block) for _ in range(2))
     batch, keys, error = buffer.sample(256), buffer.keys()[:256], torch.rand(256)
