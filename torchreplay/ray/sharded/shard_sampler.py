@@ -50,7 +50,7 @@ class ShardSampler:
 
     def __init__(self, buffer: ReplayBuffer, number: int) -> None:
         self._sampler, self._base = local_sampler(buffer), pack(number)
-        self._segment, self._watched = self._sampler.segment, self._sampler.watched
+        self._segment = self._sampler.segment
         self._prioritized = isinstance(buffer.sampler, Prioritized)
         self._largest = 0.0
 
@@ -108,7 +108,7 @@ class ShardSampler:
         stats = Stats.of(values)
         drawn = drawn or TreeSummary(stats.priority_total, stats.drawable, smallest)
         # Who waits for rows looks for writers, and asks for no candidates then. The others need not wait for that look.
-        census = (self._segment if candidates else self._watched).census(False)
+        census = (self._segment if candidates else self._sampler.watched).census(False)
         return ShardReport(stats, drawn, candidates, census["writers"], census["since_departure"], moment=moment)
 
     def _reasons(self, figures: ShardReport, why: str, n: int) -> ShardReport:
