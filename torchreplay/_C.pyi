@@ -94,6 +94,7 @@ class Segment:
         gamma: float,
         goal: int,
         share: float,
+        discount_field: int,
         /,
     ) -> None: ...
     def sample(self, n: int, beta: float, deadline: int, out: ReplayBatch | None, /) -> ReplayBatch | Shortage: ...

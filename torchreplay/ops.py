@@ -199,7 +199,12 @@ class Ring(Closeable):
 def _numbers(plan: BatchPlan | None) -> tuple[Tensor, Tensor]:
     if plan is None:
         return torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(0, dtype=torch.float64, device="cpu")
-    numbers = [plan.steps, GOALS.index(plan.goal), *(number for output in plan.native for number in output)]
+    numbers = [
+        plan.steps,
+        GOALS.index(plan.goal),
+        plan.discount_field,
+        *(number for output in plan.native for number in output),
+    ]
     factors = torch.tensor([plan.gamma, plan.share], dtype=torch.float64, device="cpu")
     return torch.tensor(numbers, device="cpu"), factors
 

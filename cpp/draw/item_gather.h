@@ -31,6 +31,7 @@ class ItemGather {
       found_.clear();
       for (int k = 0; k < n; k++)
         if (paths_.steps(k) >= 0) found_.push_back({k, static_cast<uint64_t>(todo[first + k])});
+      if (plan_.discount_field >= 0) multiply_discounts();
       for (size_t o = 0; o < plan_.outputs.size(); o++) copy(o, out);
       for (int k = 0; k < n; k++) {
         const int i = todo[first + k];
@@ -154,8 +155,39 @@ class ItemGather {
   void discount(const Found& item, char* to) const {
     const int steps = paths_.steps(item.k);
     const bool terminated = paths_.rows(item.k)[steps].flags & kTerminated;
-    const auto discount = static_cast<float>(terminated ? 0 : power_[steps]);
+    const auto discount = static_cast<float>(terminated ? 0 : discounts(item)[steps]);
     std::memcpy(to, &discount, sizeof discount);
+  }
+
+  // What the value k steps after the anchor counts for, k = 0 ... steps: gamma^k times the discounts of these steps.
+  const double* discounts(const Found& item) const {
+    return plan_.discount_field < 0 ? power_.data() : discount_.data() + static_cast<size_t>(item.k) * power_.size();
+  }
+
+  void multiply_discounts() {
+    const Field& field = memory_.layout().fields[plan_.discount_field];
+    const double* factor = read_steps(field, static_cast<uint64_t>(item_size(field.element)));
+    discount_.resize(Paths::kBlock * power_.size());
+    for (const Found& item : found_) {
+      double* product = discount_.data() + static_cast<size_t>(item.k) * power_.size();
+      *product = 1;
+      for (int k = 0; k < paths_.steps(item.k); k++, product++) product[1] = product[0] * plan_.gamma * *factor++;
+    }
+  }
+
+  // The values of a field in all steps of the items, one item after the other, as float64.
+  template <class Size>
+  const double* read_steps(const Field& field, Size bytes) {
+    uint64_t steps = 0;
+    for (const Found& item : found_) steps += static_cast<uint64_t>(paths_.steps(item.k));
+    raw_.resize(steps * bytes);
+    char* raw = raw_.data();
+    for (const Found& item : found_)
+      for (int position = 1; position <= paths_.steps(item.k); position++, raw += bytes)
+        copy_payload(raw, memory_.value(field, paths_.rows(item.k)[position].slot), bytes);
+    value_.resize(raw_.size() / static_cast<uint64_t>(item_size(field.element)));
+    convert_elements(value_.data(), Element::kF64, raw_.data(), field.element, value_.size());
+    return value_.data();
   }
 
   // R = sum over k < steps of gamma^k r_{k+1} (Sutton 1988), in float64, rounded once.
@@ -163,25 +195,17 @@ class ItemGather {
   void sum_rewards(const Output& output, Size bytes, char* to) {
     const Field& field = field_of(output);
     const auto elements = bytes / static_cast<uint64_t>(item_size(field.element));
-    uint64_t rewards = 0;
-    for (const Found& item : found_) rewards += static_cast<uint64_t>(paths_.steps(item.k));
-    raw_.resize(rewards * bytes);
-    char* raw = raw_.data();
-    for (const Found& item : found_)
-      for (int position = 1; position <= paths_.steps(item.k); position++, raw += bytes)
-        copy_payload(raw, memory_.value(field, paths_.rows(item.k)[position].slot), bytes);
-    reward_.resize(rewards * elements);
-    convert_elements(reward_.data(), Element::kF64, raw_.data(), field.element, reward_.size());
+    const double* reward = read_steps(field, bytes);
     sum_.assign(found_.size() * elements, 0);
-    const double* reward = reward_.data();
     double* sum = sum_.data();
     for (const Found& item : found_) {
+      const double* discount = discounts(item);
       for (int k = 0; k < paths_.steps(item.k); k++)
-        for (uint64_t e = 0; e < elements; e++) sum[e] += power_[k] * *reward++;
+        for (uint64_t e = 0; e < elements; e++) sum[e] += discount[k] * *reward++;
       sum += elements;
     }
     convert_elements(raw_.data(), field.element, sum_.data(), Element::kF64, sum_.size());
-    raw = raw_.data();
+    char* raw = raw_.data();
     for (const Found& item : found_) {
       std::memcpy(to + item.number * bytes, raw, bytes);
       raw += bytes;
@@ -207,8 +231,9 @@ class ItemGather {
   Paths paths_;
   Goals goals_;
   std::vector<Found> found_;
-  std::vector<double> power_;  // gamma^k
-  std::vector<double> sum_, reward_;
+  std::vector<double> power_;     // gamma^k
+  std::vector<double> discount_;  // of each item of the block, if a field has a part in it
+  std::vector<double> sum_, value_;
   std::vector<char> raw_;
   std::vector<Move> moves_;
   std::vector<uint64_t> touched_;

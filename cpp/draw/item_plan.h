@@ -17,8 +17,8 @@ struct Output {
     kAnchor,      // values of `field` at positions first, first + 1, ...: frames before the start repeat the first one,
                   // positions beyond the end are zeros
     kEnd,         // the same, counted from the item's end
-    kReturn,      // sum of gamma^k times `field` at position 1 + k
-    kDiscount,    // float32: gamma^steps, 0 when the end says terminated
+    kReturn,      // sum of `field` at position 1 + k times the discounts of the k steps before it
+    kDiscount,    // float32: product of all steps' discounts, 0 when the end says terminated
     kMask,        // bool: position first + i + 1 is a step of an episode
     kFirst,       // bool: position first + i is an episode's first row
     kRelabelled,  // bool: the item got another goal
@@ -46,9 +46,10 @@ inline constexpr uint32_t kGoals = 4;
 struct ItemPlan {
   std::vector<Output> outputs;
   uint32_t steps = 0;  // of an item at most
-  double gamma = 1;
+  double gamma = 1;    // discount of a step, times the value of its field, if there is one
   Goal goal = Goal::kNone;
-  double share = 0;  // of items that get another goal
+  double share = 0;             // of items that get another goal
+  int32_t discount_field = -1;  // -1: none
 
   // Whether items use random words of their own.
   bool takes_chances() const { return goal != Goal::kNone && share > 0; }
@@ -74,6 +75,7 @@ struct ItemPlan {
     };
     require(steps >= 1 && steps <= kReach && steps <= layout.view.span, "steps");
     require(std::isfinite(gamma), "gamma");
+    require(discount_field < 0 || is_number(layout, static_cast<uint32_t>(discount_field)), "discount");
     require(share >= 0 && share <= 1 && static_cast<uint32_t>(goal) < kGoals, "goal");
     for (const Output& o : outputs) {
       require(static_cast<uint32_t>(o.kind) < Output::kKinds, "kind");
@@ -87,6 +89,13 @@ struct ItemPlan {
       const Field &to = layout.fields[o.field], &from = layout.fields[o.goal_field];
       require(to.element == from.element && to.nbytes == from.nbytes, "the goal's type");
     }
+  }
+
+ private:
+  static bool is_number(const Layout& layout, uint32_t field) {
+    if (field >= layout.fields.size()) return false;
+    const Field& f = layout.fields[field];
+    return casts(Element::kF64, f.element) && f.nbytes == static_cast<uint64_t>(item_size(f.element));
   }
 };
 

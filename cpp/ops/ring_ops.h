@@ -55,10 +55,10 @@ inline DrawName name_of_draw(const NamedRing& ring) {
   return {ring.segment().seed(), static_cast<uint32_t>(stream), static_cast<uint64_t>(step)};
 }
 
-// From the numbers [steps, goal, (kind, field, first, count, goal_field) of every output] and [gamma, share]; all empty
-// for rows that are not linked.
+// From the numbers [steps, goal, discount_field, (kind, field, first, count, goal_field) of every output] and [gamma,
+// share]; all empty for rows that are not linked.
 inline ItemPlan plan_of(const Tensor& numbers, const Tensor& rates) {
-  constexpr int64_t kHead = 2, kEach = 5;
+  constexpr int64_t kHead = 3, kEach = 5;
   check_vector(numbers, "plan", ScalarType::Long);
   check_vector(rates, "rates", ScalarType::Double);
   const int64_t n = numbers.numel();
@@ -67,7 +67,8 @@ inline ItemPlan plan_of(const Tensor& numbers, const Tensor& rates) {
     fail("plan has ", n, " elements, and rates ", rates.numel());
   const int64_t* at = longs(numbers);
   const auto* rate = static_cast<const double*>(rates.const_data_ptr());
-  ItemPlan plan{{}, static_cast<uint32_t>(at[0]), rate[0], static_cast<Goal>(at[1]), rate[1]};
+  ItemPlan plan{{},      static_cast<uint32_t>(at[0]), rate[0], static_cast<Goal>(at[1]),
+                rate[1], static_cast<int32_t>(at[2])};
   for (at += kHead; at < longs(numbers) + n; at += kEach)
     plan.outputs.push_back({static_cast<Output::Kind>(at[0]), static_cast<uint32_t>(at[1]), static_cast<int32_t>(at[2]),
                             static_cast<uint32_t>(at[3]), static_cast<uint32_t>(at[4])});

@@ -78,8 +78,8 @@ inline PyObject* describe_segment(PyObject* self, PyObject* args) {
   });
 }
 
-// set_plan(fields, outputs, steps, gamma, goal, share): what a batch of a linked view consists of; `outputs` is a list
-// of (kind, field, first, count, goal_field), one for each of the batch's fields.
+// set_plan(fields, outputs, steps, gamma, goal, share, discount_field): what a batch of a linked view consists of;
+// `outputs` is a list of (kind, field, first, count, goal_field), one for each of the batch's fields.
 inline PyObject* set_plan(PyObject* self, PyObject* args) {
   return method<SegmentObject>(self, [&](SegmentObject& s) {
     const std::shared_ptr<AttachedSegment> attached = s.attached();
@@ -88,7 +88,8 @@ inline PyObject* set_plan(PyObject* self, PyObject* args) {
     PyObject *list, *outputs;
     ItemPlan plan;
     unsigned int goal;
-    if (!PyArg_ParseTuple(args, "OO!IdId", &list, &PyList_Type, &outputs, &plan.steps, &plan.gamma, &goal, &plan.share))
+    if (!PyArg_ParseTuple(args, "OO!IdIdi", &list, &PyList_Type, &outputs, &plan.steps, &plan.gamma, &goal, &plan.share,
+                          &plan.discount_field))
       throw PythonError{};
     plan.goal = static_cast<Goal>(goal);
     for (Py_ssize_t i = 0; i < PyList_Size(outputs); i++) {

@@ -16,6 +16,8 @@ def transitions(draw, fields, observation):
     frames = st.dictionaries(st.sampled_from([n for n in fields if model.are(n, observation)]), st.integers(1, 5))
     arguments = {"n_step": draw(st.integers(1, 6)), "gamma": draw(st.sampled_from([0.0, 0.5, 1.0]))}
     arguments |= {"observation": observation, "stack": draw(frames)}
+    if "option/discount" in fields:
+        arguments["discount"] = draw(st.sampled_from([None, "option/discount"]))
     return tr.Transitions(**arguments), model.Transitions(**arguments)
 
 

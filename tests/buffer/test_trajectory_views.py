@@ -42,6 +42,9 @@ def test_what_is_no_name_of_a_field_is_a_type_error_that_names_the_argument(name
         for argument in arguments:
             with pytest.raises(TypeError, match=f"{argument} is .*: expected the name of a field"):
                 view(**{argument: name})
+    if name is not None:
+        with pytest.raises(TypeError, match=r"discount is .*: expected the name of a field"):
+            tr.Transitions(discount=name)
     with pytest.raises(TypeError, match=r"stack is .*: expected"):
         tr.Transitions(stack={3: 4})
 
@@ -60,6 +63,15 @@ BAD_FITS = [
     (tr.Transitions(reward="gain"), "reward='gain' is no field of the spec"),
     (tr.Transitions(reward="action"), "'action'"),
     (tr.Transitions(reward="obs"), "'obs'"),
+    (tr.Transitions(discount="fade"), "discount='fade' is no field of the spec: it has 'obs'"),
+    (tr.Transitions(discount="action"), r"discount='action' is .*int64.*: expected Field\(\), or another floating"),
+    (
+        tr.Transitions(discount="obs"),
+        r"discount='obs' is .*: expected Field\(\), or another floating dtype, not observed",
+    ),
+    (tr.Transitions(discount="far"), r"discount='far' is Field\(\(3,\), .*: expected Field\(\)"),
+    (tr.Transitions(discount="reward"), "discount='reward' is the reward: expected a field of its own"),
+    (tr.Transitions(discount="terminated"), "discount='terminated' is "),
     (tr.Transitions(terminated="done"), "terminated='done' is no field of the spec"),
     (tr.Transitions(truncated="reward"), r"'reward' is .*: expected Field\(\(\), torch.bool\)"),
     (tr.Transitions(observation=("obs", "terminated")), "'terminated'"),

@@ -25,6 +25,7 @@ LINKED = [
     tr.Transitions(),
     tr.Transitions(n_step=3, gamma=0.9),
     tr.Transitions(n_step=20),
+    tr.Transitions(n_step=3, discount="fade"),
     tr.Sequences(4),
     tr.Sequences(3, stride=2, burn_in=2),
     tr.Sequences(2, stride=1, partial=False),
@@ -39,6 +40,8 @@ HINDSIGHT = [
 
 def buffer_for(env, view, **more):
     spec = tr.spec_from_env(env, next_obs=isinstance(view, tr.Rows)) | more
+    if getattr(view, "discount", None):
+        spec |= {view.discount: tr.Field()}
     return tr.ReplayBuffer(spec, 32, view=view, sampler=tr.Prioritized())
 
 

@@ -246,17 +246,23 @@ def test_repr_names_fields_stream_and_draws_made(ring):
 
 
 def linked_buffer(view, **arguments):
-    spec = {"obs": tr.Field((2,)), "reward": tr.Field(), "terminated": tr.Field((), torch.bool)}
+    spec = {"obs": tr.Field((2,)), "fade": tr.Field(), "reward": tr.Field(), "terminated": tr.Field((), torch.bool)}
     buffer = tr.ReplayBuffer(spec | {"truncated": tr.Field((), torch.bool)}, 64, view=view, seed=3, **arguments)
     steps = np.arange(10, dtype=np.float32)
     ends = steps == 9
-    buffer.extend(obs=np.arange(22).reshape(11, 2), reward=steps, terminated=ends, truncated=np.zeros(10, bool))
+    values = {"obs": np.arange(22).reshape(11, 2), "fade": 1 / (2 + steps), "reward": steps, "terminated": ends}
+    buffer.extend(**values, truncated=np.zeros(10, bool))
     return buffer
 
 
 @pytest.mark.parametrize(
     "view",
-    [tr.Transitions(n_step=3, gamma=0.5, stack={"obs": 2}), tr.Sequences(4, stride=2), tr.Sequences(2, burn_in=1)],
+    [
+        tr.Transitions(n_step=3, gamma=0.5, stack={"obs": 2}),
+        tr.Transitions(n_step=3, gamma=0.5, discount="fade"),
+        tr.Sequences(4, stride=2),
+        tr.Sequences(2, burn_in=1),
+    ],
 )
 def test_a_ring_draws_the_items_that_gather_finds_under_their_keys(view):
     buffer = linked_buffer(view)

@@ -95,6 +95,116 @@ def test_a_window_longer_than_the_trajectory_gives_the_monte_carlo_return_of_the
     np.testing.assert_allclose(buffer.gather(torch.tensor(keys))["reward"], returns[:-1], rtol=1e-12)
 
 
+DISCOUNT_DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def discounted(view, rewards, discounts, end, dtype=torch.float64, name="discount"):
+    """A buffer with an episode of steps that have discounts of their own, and its keys."""
+    spec = {"obs": tr.Field(), "action": tr.Field((), torch.int64), "reward": tr.Field((), torch.float64)}
+    spec |= {name: tr.Field((), dtype), **dict.fromkeys(("terminated", "truncated"), tr.Field((), torch.bool))}
+    buffer = tr.ReplayBuffer(spec, 100, view=view, seed=0)
+    with buffer.writer() as writer:
+        keys = [writer.reset(obs=0)]
+        for t, reward in enumerate(rewards):
+            ends = {flag: end == flag and t == len(rewards) - 1 for flag in ("terminated", "truncated")}
+            keys.append(writer.step(obs=t + 1, action=t, reward=reward, **{name: discounts[t]}, **ends))
+    return buffer, keys
+
+
+@given(
+    steps=st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0, 1)), min_size=1, max_size=12),
+    n=st.integers(1, 15),
+    gamma=st.floats(0, 1),
+    end=st.sampled_from(ENDS),
+)
+def test_steps_with_discounts_of_their_own_give_the_returns_of_the_backward_recursion(steps, n, gamma, end):
+    rewards, discounts = map(list, zip(*steps, strict=True))
+    view = tr.Transitions(n_step=n, gamma=gamma, discount="discount")
+    buffer, keys = discounted(view, rewards, discounts, end)
+    batch = buffer.gather(torch.tensor(keys))
+    drawable = range(len(rewards) if end != "none" else max(0, len(rewards) - n + 1))
+    assert batch["key"].tolist() == [keys[t] for t in drawable]
+    for i, t in enumerate(drawable):
+        # dm_env: what follows a step counts for its discount. Backwards, R = r + gamma d R, with R = V at the end.
+        returned, size, of_value = 0.0, 0.0, 1.0
+        for reward, discount in reversed(steps[t : t + n]):
+            returned = reward + gamma * discount * returned
+            size = abs(reward) + gamma * discount * size
+            of_value = gamma * discount * of_value
+        assert abs(batch["reward"][i].item() - returned) <= 64 * 2.0**-53 * size
+        wanted = np.float32(0.0 if batch["terminated"][i] else of_value)
+        assert abs(batch["discount"][i].item() - wanted) <= np.spacing(wanted)
+        assert batch["next_obs"][i].item() == min(t + n, len(rewards))
+        assert batch["action"][i].item() == t
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_discounts_of_one_give_the_batches_of_a_view_without_them_and_those_of_gamma_too(end):
+    rewards = np.random.default_rng(1).normal(size=9)
+    plain, keys = discounted(tr.Transitions(n_step=3, gamma=0.9), rewards, [5.0] * 9, end, name="own")
+    ones, _ = discounted(tr.Transitions(n_step=3, gamma=0.9, discount="own"), rewards, [1.0] * 9, end, name="own")
+    gammas, _ = discounted(tr.Transitions(n_step=3, gamma=1.0, discount="own"), rewards, [0.9] * 9, end, name="own")
+    wanted = plain.gather(torch.tensor(keys))
+    assert wanted["own"].eq(5.0).all()  # a field of no role is there
+    for buffer in (ones, gammas):
+        batch = buffer.gather(torch.tensor(keys))
+        assert set(batch) == set(wanted) - {"own"}
+        for name, values in batch.items():
+            assert torch.equal(values, wanted[name]), name
+
+
+@pytest.mark.parametrize("dtype", DISCOUNT_DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["discount", "time/decay"])
+def test_a_discount_may_be_of_any_floating_dtype_and_name_and_the_batchs_own_is_float32(dtype, name):
+    spec = {"obs": tr.Field(), "reward": tr.Field(), "time": {"decay": tr.Field((), dtype)}}
+    spec |= dict.fromkeys(("terminated", "truncated"), tr.Field((), torch.bool))
+    if name == "discount":
+        spec["discount"] = spec.pop("time")["decay"]
+    buffer = tr.ReplayBuffer(spec, 10, view=tr.Transitions(n_step=2, gamma=0.5, discount=name), seed=0)
+    with buffer.writer() as writer:
+        writer.reset(obs=0.0)
+        for t, own in enumerate([0.5, 0.25]):
+            given = {"discount": own} if name == "discount" else {"time": {"decay": own}}
+            writer.step(obs=t + 1.0, reward=2.0, terminated=False, truncated=False, **given)
+    batch = buffer.gather(torch.tensor([0]))
+    assert set(batch) - {"key", "weight", "probability"} == {*spec, "next_obs", "discount"} - {"time"}
+    assert (batch["discount"].dtype, batch["discount"].tolist()) == (torch.float32, [0.25 * 0.125])
+    assert batch["reward"].tolist() == [2.0 + 0.25 * 2.0]
+
+
+def test_a_discount_that_is_no_number_makes_its_items_none_either():
+    buffer, keys = discounted(
+        tr.Transitions(n_step=2, discount="discount"), [1.0, 1.0, 1.0], [1.0, math.nan, 0.5], "truncated"
+    )
+    batch = buffer.gather(torch.tensor(keys))
+    assert batch["discount"].isnan().tolist() == [True, True, False]
+    assert batch["reward"].isnan().tolist() == [False, True, False]
+
+
+def test_a_sequence_has_the_discounts_as_they_were_written():
+    buffer, _ = discounted(tr.Sequences(4), [1.0] * 3, [0.5, 0.25, 0.125], "truncated")
+    assert buffer.gather(torch.tensor([0]))["discount"].tolist() == [[0.5, 0.25, 0.125, 0.0]]
+
+
+def test_a_view_with_discounts_travels_with_its_buffer(tmp_path):
+    view = tr.Transitions(n_step=2, gamma=0.9, discount="discount")
+    buffer, keys = discounted(view, [1.0, 2.0, 4.0], [0.5, 0.25, 1.0], "truncated")
+    wanted = buffer.gather(torch.tensor(keys))
+    buffer.save(tmp_path / "saved")
+    with (
+        tr.ReplayBuffer.load(tmp_path / "saved") as loaded,
+        tr.ReplayBuffer.attach(buffer.handle()) as attached,
+    ):
+        for other in (loaded, attached):
+            assert other.view == view
+            assert torch.equal(other.gather(torch.tensor(keys))["reward"], wanted["reward"])
+            assert torch.equal(other.gather(torch.tensor(keys))["discount"], wanted["discount"])
+        for batch in tr.ReplayDataset(buffer, 8, steps=1, prefetch=1):
+            same = buffer.gather(batch["key"])
+            assert torch.equal(batch["reward"], same["reward"])
+            assert torch.equal(batch["discount"], same["discount"])
+
+
 def episodes(seed, n=12):
     """(start, rewards, end) of random episodes; no two observations of different episodes are the same."""
     chance = np.random.default_rng(seed)

@@ -19,7 +19,13 @@ NESTED = {
     "reward": ((2,), np.float64),
     "state/h": ((3,), np.float16),
 }
-SEVERAL = {"pixels": ((2, 2), np.uint8), "speed": ((), np.int16), **STEPS, "state/h": ((2,), np.float32)}
+SEVERAL = {
+    "pixels": ((2, 2), np.uint8),
+    "speed": ((), np.int16),
+    **STEPS,
+    "state/h": ((2,), np.float32),
+    "option/discount": ((), np.float16),
+}
 
 
 def nested(flat):
@@ -50,12 +56,15 @@ def spec_of(fields):
 
 
 def row_values(fields, number, terminated=False, truncated=False):
-    """Values of every field, different for every number; rewards are small integers, whose sums are exact."""
+    """Values of every field, different for every number; rewards are small integers, discounts powers of two: returns
+    are exact."""
     values = {}
     for name, (shape, dtype) in fields.items():
         n = int(np.prod(shape))
         values[name] = ((number * 31 + np.arange(n)) % 251).astype(dtype).reshape(shape)
     values["reward"] = np.full(fields["reward"][0], number * 7 % 17 - 8, fields["reward"][1])
+    if "option/discount" in fields:
+        values["option/discount"] = np.float16(2.0 ** -(number % 3))
     values["terminated"] = np.bool_(terminated)
     values["truncated"] = np.bool_(truncated)
     return values

@@ -40,9 +40,10 @@ def are(name, observation):
 
 
 class Transitions:
-    """n-step transitions, `stack` frames of a field on a new leading axis."""
+    """n-step transitions, `stack` frames of a field on a new leading axis; `discount` names that of a step."""
 
-    def __init__(self, n_step=1, gamma=0.99, observation=("obs",), stack=None):
+    def __init__(self, n_step=1, gamma=0.99, observation=("obs",), stack=None, discount=None):
+        self.discount = discount
         self.n_step = n_step
         self.gamma = gamma
         self.observation = observation
@@ -72,13 +73,17 @@ class Transitions:
             if are(name, self.observation):
                 item[name] = self._observed(anchor, name)
                 item["next_" + name] = self._observed(steps[-1], name)
-            else:
+            elif name != self.discount:
                 item[name] = value
-        item["reward"] = sum(self.gamma**k * np.float64(row.values["reward"]) for k, row in enumerate(steps))
-        item["reward"] = np.asarray(item["reward"], steps[0].values["reward"].dtype)
+        returned, discount = 0.0, 1.0
+        for row in reversed(steps):
+            factor = self.gamma * (1.0 if self.discount is None else float(row.values[self.discount]))
+            returned = np.float64(row.values["reward"]) + factor * returned
+            discount *= factor
+        item["reward"] = np.asarray(returned, steps[0].values["reward"].dtype)
         for name in ("terminated", "truncated"):
             item[name] = steps[-1].values[name]
-        item["discount"] = np.array(0.0 if item["terminated"] else self.gamma ** len(steps), np.float32)
+        item["discount"] = np.array(0.0 if item["terminated"] else discount, np.float32)
         return item
 
     def _observed(self, row, name):

@@ -70,7 +70,8 @@ class LocalSampler:
         plan = config.view.plan(config.fields)
         if plan is not None:
             goal = GOALS.index(plan.goal)
-            segment.set_plan(to_native(plan.outputs), plan.native, plan.steps, plan.gamma, goal, plan.share)
+            outputs = to_native(plan.outputs)
+            segment.set_plan(outputs, plan.native, plan.steps, plan.gamma, goal, plan.share, plan.discount_field)
 
     # Drawing
 

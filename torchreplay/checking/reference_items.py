@@ -54,6 +54,7 @@ class TransitionItems:
         self.observation = names_of(view.observation)
         self.reward, self.terminated, self.truncated = view.reward, view.terminated, view.truncated
         self.stack = dict(view.stack or {}) if isinstance(view, Transitions) else {}
+        self.discount = view.discount if isinstance(view, Transitions) else None
         self.computed = (self.reward, "discount")
 
     def anchors(self, stream: Stream) -> Iterable[int]:
@@ -71,15 +72,19 @@ class TransitionItems:
             if within(path, self.observation):
                 item[path] = self._frames(stream, i, path)
                 item[f"next_{path}"] = self._frames(stream, i + len(steps), path)
-            else:
+            elif path != self.discount:
                 item[path] = steps[0].values[path]
+        discounts = [1.0]
+        for row in steps:
+            own = 1.0 if self.discount is None else float(row.values[self.discount])
+            discounts.append(discounts[-1] * self.gamma * own)
         rewards = [row.values[self.reward].astype(np.float64) for row in steps]
-        total = sum(self.gamma**k * reward for k, reward in enumerate(rewards))
+        total = sum(discount * reward for discount, reward in zip(discounts, rewards, strict=False))
         item[self.reward] = np.asarray(total).astype(item[self.reward].dtype)
         last = steps[-1].values
         item[self.terminated], item[self.truncated] = last[self.terminated], last[self.truncated]
         going_on = 1.0 - float(last[self.terminated])
-        item["discount"] = np.asarray(self.gamma ** len(steps) * going_on, np.float32)
+        item["discount"] = np.asarray(discounts[-1] * going_on, np.float32)
         return item
 
     def _frames(self, stream: Stream, i: int, path: str) -> Array:

@@ -40,6 +40,7 @@ class BatchPlan:
         gamma: Discount of the return.
         goal: One of `GOALS`.
         share: Of items that get another goal.
+        discount: The field by which a step is discounted beside `gamma`; None: there is none.
     """
 
     fields: Mapping[Path, Field]
@@ -47,8 +48,14 @@ class BatchPlan:
     gamma: float = 1.0
     goal: str = "none"
     share: float = 0.0
+    discount: Path | None = None
     outputs: dict[Path, Field] = field(default_factory=dict)
     native: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+
+    @property
+    def discount_field(self) -> int:
+        """The position of the field `discount`; -1: there is none."""
+        return -1 if self.discount is None else list(self.fields).index(self.discount)
 
     def add(self, kind: Kind, path: Path, lead: tuple[int, ...] = (), first: int = 0, to: Path | None = None) -> None:
         """Adds rows of the field `path`, or their return, as the output `to` (by default of the same name).
@@ -133,6 +140,22 @@ def reward_field(fields: Mapping[Path, Field], name: str, observed: list[Path]) 
     path = field_named(fields, "reward", name)
     if path in observed or not fields[path].dtype.is_floating_point:
         raise ValueError(f"reward={name!r} is {fields[path]}: expected a floating dtype, not observed")
+    return path
+
+
+def discount_field(fields: Mapping[Path, Field], name: str, reward: Path, observed: list[Path]) -> Path:
+    """Returns the path of the steps' discounts.
+
+    Raises:
+        ValueError: There is none, it is observed or the reward, or no floating scalar.
+    """
+    path = field_named(fields, "discount", name)
+    if path == reward:
+        raise ValueError(f"discount={name!r} is the reward: expected a field of its own")
+    if path in observed or fields[path].shape or not fields[path].dtype.is_floating_point:
+        raise ValueError(
+            f"discount={name!r} is {fields[path]}: expected Field(), or another floating dtype, not observed"
+        )
     return path
 
 

@@ -15,6 +15,7 @@ from torchreplay.schema.batch_plan import (
     as_path,
     check_gamma,
     check_names,
+    discount_field,
     names_of,
     next_path,
     observation_fields,
@@ -67,6 +68,9 @@ class Transitions:
     - `terminated` and `truncated` of the last of these steps;
     - `discount`, float32 `[B]`: gamma^m, 0 where terminated: the target is `reward + discount * V(next_obs)`.
 
+    With `discount=`, a step has a discount d of its own, as in dm_env, or where steps take different times. Then
+    gamma d_{t+1} ... gamma d_{t+k} stands for gamma^k in both, and the field itself is not in the batch.
+
     Args:
         n_step: Steps of the return.
         gamma: Discount of a step.
@@ -77,6 +81,7 @@ class Transitions:
         truncated: Name of the bool scalar field that says the episode was cut short.
         stack: Frames to stack of an observation field, such as `{"obs": 4}`: they get a new leading axis, oldest first,
             and the episode's first frame is repeated before its start. Frames are stored once.
+        discount: Name of the scalar field, of a floating dtype, that discounts a step beside `gamma`, or None.
 
     Raises:
         ValueError: An argument is out of range, a number of steps or frames is no int, or `gamma` is a text.
@@ -90,13 +95,14 @@ class Transitions:
     terminated: str = "terminated"
     truncated: str = "truncated"
     stack: Mapping[str, int] | None = None
+    discount: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "n_step", checked_int("n_step", self.n_step, 1, MAX_STEPS))
         as_floats(self, "gamma")
         check_gamma(self.gamma)
         _freeze_names(self, "observation")
-        check_names(self, "reward", "terminated", "truncated")
+        check_names(self, "reward", "terminated", "truncated", *(() if self.discount is None else ("discount",)))
         if self.stack is not None:
             checked_instance("stack", self.stack, Mapping, "a dict of frames by field, such as {'obs': 4}")
             names_of(list(self.stack), "stack")
@@ -132,6 +138,8 @@ class Transitions:
         observed = observation_fields(fields, self.observation)
         frames = self._frames(observed)
         reward = reward_field(fields, self.reward, observed)
+        if self.discount is not None:
+            plan.discount = discount_field(fields, self.discount, reward, observed)
         ends = (as_path(self.terminated), as_path(self.truncated))
         for path in fields:
             if path in observed:
@@ -139,7 +147,7 @@ class Transitions:
                 plan.add(Kind.ANCHOR, path, lead, 1 - frames.get(path, 1))
             elif path == reward:
                 plan.add(Kind.RETURN, path)
-            else:
+            elif path != plan.discount:
                 plan.add(*((Kind.END, path) if path in ends else (Kind.ANCHOR, path, (), 1)))
         for path in observed:
             lead = (frames[path],) if path in frames else ()

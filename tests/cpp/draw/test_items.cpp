@@ -143,6 +143,35 @@ BOOST_AUTO_TEST_CASE(fields_of_one_item_may_show_different_numbers_of_frames) {
   BOOST_TEST(b.of<int64_t>(2) == (Ints{0, 21, 21, 22, 22, 23}), boost::test_tools::per_element());
 }
 
+// Of an episode of rewards 2, 4, 8, 16 with discounts 0.5, 0.25, 2, 0, kept in the field of actions.
+BOOST_AUTO_TEST_CASE(a_field_may_discount_each_step_beside_gamma) {
+  Plan ring;
+  ring.capacity = 16;
+  ring.view = transitions(3);
+  ring.sampler = {};
+  ring.fields = {{Element::kI64, 8}, {Element::kF64, 8}, {Element::kF32, 4}};
+  auto m = make_segment(ring);
+  Explorer explorer(*m, 1);
+  auto row = [&m](double discount, float reward) {
+    return [&m, discount, reward](uint64_t slot) {
+      const auto& f = m->layout().fields;
+      copy_payload(m->value(f[kAction], slot), &discount, sizeof discount);
+      copy_payload(m->value(f[kReward], slot), &reward, sizeof reward);
+    };
+  };
+  explorer.reset(row(0, 0));
+  explorer.step(0, {}, row(0.5, 2));
+  explorer.step(0, {}, row(0.25, 4));
+  explorer.step(0, {}, row(2, 8));
+  explorer.step(kTruncated, {}, row(0, 16));
+  ItemPlan plan{{{Kind::kReturn, kReward}, {Kind::kDiscount}}, 3, 0.5};
+  plan.discount_field = kAction;
+  const Items b = gather(*m, plan, {0, 1, 2, 3});
+  // Discounts with gamma: 0.25, 0.125, 1, 0. 2 + 4/4 + 8/32, 4 + 8/8 + 16/8, 8 + 16, 16.
+  BOOST_TEST(b.of<float>(0) == (std::vector<float>{3.25, 7, 24, 16}), boost::test_tools::per_element());
+  BOOST_TEST(b.of<float>(1) == (std::vector<float>{0.03125, 0, 0, 0}), boost::test_tools::per_element());
+}
+
 // In float32 1e8 swallows what is added to it; in float16 1/3 is 0.33325.
 BOOST_AUTO_TEST_CASE(returns_are_summed_in_double_precision_and_rounded_once) {
   auto m = ring_of(8, transitions(3));

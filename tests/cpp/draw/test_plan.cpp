@@ -115,6 +115,16 @@ BOOST_AUTO_TEST_CASE(masks_firsts_and_goals_do_not_reach_before_the_anchor) {
     BOOST_TEST(!accepts(plan_of({kind, kGoalA, -1, 1, kGoalB})));
 }
 
+BOOST_AUTO_TEST_CASE(a_step_is_discounted_by_a_floating_scalar) {
+  const Layout l = make_layout(
+      16, {{Element::kF16, 2}, {Element::kF64, 8}, {Element::kF32, 8}, {Element::kI64, 8}, {Element::kBool, 1}},
+      transitions(3), 0);
+  auto discounted_by = [](int32_t field) { return ItemPlan{{}, 3, 1, Goal::kNone, 0, field}; };
+  for (int32_t field : {-1, 0, 1}) BOOST_CHECK_NO_THROW(discounted_by(field).check(l));
+  constexpr int32_t kMost = std::numeric_limits<int32_t>::max();
+  for (int32_t field : {2, 3, 4, 5, kMost}) BOOST_CHECK_THROW(discounted_by(field).check(l), std::invalid_argument);
+}
+
 BOOST_AUTO_TEST_CASE(returns_are_of_floating_fields) { BOOST_TEST(!accepts(plan_of({Kind::kReturn, kCount}))); }
 
 BOOST_AUTO_TEST_CASE(a_goal_is_replaced_by_one_of_its_own_type) {

@@ -240,22 +240,24 @@ def play(replay):
     with replay.writer() as writer:
         told = [writer.reset(obs=np.zeros(3))]
         for t in range(1, 6):
-            told.append(writer.step(obs=np.full(3, float(t)), action=t, reward=t, terminated=t == 5, truncated=False))
+            ends = {"terminated": t == 5, "truncated": False}
+            told.append(writer.step(obs=np.full(3, float(t)), action=t, reward=t, fade=2.0**-t, **ends))
     return told
 
 
 @pytest.mark.slow
 def test_a_node_without_a_shard_is_written_from_as_its_own_node_is(cluster):
-    view = tr.Transitions(n_step=2, gamma=0.5)
-    with ShardedReplay(STEPS, 200, view=view, nodes=cluster.node_ids[:1], seed=1) as replay:
+    view = tr.Transitions(n_step=2, gamma=0.5, discount="fade")
+    with ShardedReplay(STEPS | {"fade": tr.Field()}, 200, view=view, nodes=cluster.node_ids[:1], seed=1) as replay:
         task = cluster.ray.remote(play)
         assert cluster.ray.get(task.options(**cluster.on(0)).remote(replay)) == list(range(6))
         assert cluster.ray.get(task.options(**cluster.on(1)).remote(replay)) == [None] * 6
         batch = replay.sample(100, timeout=120)
         start = batch["obs"][:, 0]
-        # Returns of two steps, r_{t+1} + 0.5 r_{t+2}, of the one step left at the end.
-        expected = torch.where(start < 4, (start + 1) + 0.5 * (start + 2), start + 1)
+        # Returns of two steps, r_{t+1} + 0.5 d_{t+1} r_{t+2}, of the one step left at the end.
+        expected = torch.where(start < 4, (start + 1) + 0.5 * 2.0 ** -(start + 1) * (start + 2), start + 1)
         assert torch.equal(batch["reward"], expected)
+        assert torch.equal(batch["discount"], torch.where(start < 3, 0.25 * 2.0 ** -(2 * start + 3), 0.0))
         assert torch.equal(batch["next_obs"][:, 0], (start + 2).clamp(max=5.0))
         assert set(start.tolist()) == {0.0, 1.0, 2.0, 3.0, 4.0}
         # Both have written the same. No item starts at the end.
