@@ -77,7 +77,7 @@ class Segment:
         batch_type: type[dict[str, Any]],
         seed: int = ...,
         capacity: int = ...,
-        sampler: tuple[bool, int, float, float] = ...,
+        sampler: tuple[bool, int, float, float, int, float] = ...,
         limiter: tuple[int, float, float, float, float] = ...,
         view: tuple[int, ...] = ...,
         text: str = ...,

@@ -45,11 +45,17 @@ class InitialLeaf {
   InitialLeaf(Header& h, const PriorityTree& tree) : header_(h), tree_(tree) { refresh(); }
 
   // Others may have seen larger priorities since.
-  void refresh() { default_ = leaf_of(header_.sampler, header_.max_raw); }
+  void refresh() {
+    const SamplerConfig& c = header_.sampler;
+    default_ = tree_.clamp(leaf_of(c, c.initial == Initial::kMaxSeen ? header_.max_raw : c.initial_raw));
+  }
 
-  // `priority`: raw, NaN for none given: then the largest one seen so far.
+  // `priority`: raw, NaN for none given: then the initial one of the sampler.
   float of(float priority) {
-    if (std::isnan(priority)) return tree_.clamp(default_);
+    if (std::isnan(priority)) {
+      const float held = header_.sampler.initial == Initial::kMaxHeld ? tree_.max() : 0;
+      return held > 0 ? held : default_;
+    }
     if (priority > header_.max_raw) {
       header_.max_raw = priority;
       TORCHREPLAY_FAULT("priority.largest");
@@ -80,7 +86,9 @@ class LeafChanges {
       ascending_ &= n_ == 0 || changes_[n_ - 1].index < index;
       changes_[n_++] = {index, now};
     }
-    now = leaf;
+    const float was = std::exchange(now, leaf);
+    TORCHREPLAY_FAULT("leaves.set");
+    tree_.note_largest(index, was);
   }
 
   void flush() {

@@ -19,6 +19,20 @@ inline View parse_view(PyObject* tuple) {
   return v;
 }
 
+// From (prioritized, normalize, alpha, eps, initial, initial_raw).
+inline SamplerConfig parse_sampler(PyObject* tuple) {
+  SamplerConfig s;
+  int prioritized;
+  unsigned int normalize, initial;
+  if (!PyArg_ParseTuple(tuple, "pIddId", &prioritized, &normalize, &s.alpha, &s.eps, &initial, &s.initial_raw))
+    throw PythonError{};
+  if (initial >= kInitials) throw std::invalid_argument("bad sampler");
+  s.prioritized = prioritized != 0;
+  s.normalize = static_cast<Normalize>(normalize);
+  s.initial = static_cast<Initial>(initial);
+  return s;
+}
+
 inline int init(PyObject* self, PyObject* args, PyObject*) {
   return as_status(guarded([&] {
     int fd, create;
@@ -40,11 +54,7 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
       config.seed = seed;
       config.boot = boot;
       config.text.assign(text, static_cast<size_t>(text_bytes));
-      int prioritized, normalize;
-      if (!PyArg_ParseTuple(sampler, "pidd", &prioritized, &normalize, &config.sampler.alpha, &config.sampler.eps))
-        throw PythonError{};
-      config.sampler.prioritized = prioritized != 0;
-      config.sampler.normalize = static_cast<Normalize>(normalize);
+      config.sampler = parse_sampler(sampler);
       config.limiter = parse_limiter(limiter);
       state->segment = AttachedSegment::make(format_segment(Descriptor::duplicate(fd), config));
       state->segment->fields = std::move(specs);

@@ -59,6 +59,8 @@ inline uint64_t config_hash(const Header& h, const char* config, uint64_t nonce)
       .mix(static_cast<uint64_t>(s.normalize))
       .mix(&s.alpha, sizeof s.alpha)
       .mix(&s.eps, sizeof s.eps)
+      .mix(static_cast<uint64_t>(s.initial))
+      .mix(&s.initial_raw, sizeof s.initial_raw)
       .value();
 }
 

@@ -26,12 +26,18 @@ inline constexpr uint64_t kMaxCount = uint64_t{1} << 63;  // of whatever is coun
 
 enum class Normalize : uint32_t { kBuffer, kBatch, kNone };
 
+// The priority of an item that is given none: the largest ever seen, that of the items held now, or a number.
+enum class Initial : uint32_t { kMaxSeen, kMaxHeld, kNumber };
+inline constexpr uint32_t kInitials = 3;
+
 // What turns a TD error into a leaf. Immutable.
 struct SamplerConfig {
   uint32_t prioritized = 0;  // 0: every drawable item has leaf 1
   Normalize normalize = Normalize::kBuffer;
   double alpha = 0;
   double eps = 0;
+  Initial initial = Initial::kMaxSeen;
+  double initial_raw = 1;  // kNumber: that number; kMaxHeld: what counts where no item is held
 };
 
 // Reverb's rate limiter: at least min_size items, and min_diff <= inserted * ratio - sampled <= max_diff, where what

@@ -15,7 +15,7 @@
 namespace torchreplay {
 
 inline constexpr uint64_t kLine = 64;
-inline constexpr uint64_t kFormatVersion = 8;
+inline constexpr uint64_t kFormatVersion = 9;
 inline constexpr int kMaxParticipants = 4096;  // writers, learners and supervisors at one time; ids fit 15 bits
 inline constexpr uint64_t kMaxCapacity = uint64_t{1} << 31;
 
@@ -132,7 +132,7 @@ inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, const Vi
   l.drawn = region(words * 8, kLine);
   l.pending = region(words * 8, kLine);
   l.pending_summary = region((words + 63) / 64 * 8, kLine);
-  l.tree = region(PriorityTree::bytes(static_cast<int64_t>(capacity)));
+  l.tree = region(PriorityTree::bytes(static_cast<int64_t>(capacity), PriorityTree::Largest::kKept));
   l.bytes = round_up(at, kPage);
   return l;
 }

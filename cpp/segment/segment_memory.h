@@ -153,7 +153,12 @@ class SegmentMemory {
   uint64_t* drawn_words() const { return reinterpret_cast<uint64_t*>(base_ + layout_.drawn); }
   uint64_t* pending_words() const { return reinterpret_cast<uint64_t*>(base_ + layout_.pending); }
   uint64_t* pending_summary() const { return reinterpret_cast<uint64_t*>(base_ + layout_.pending_summary); }
-  PriorityTree tree() const { return PriorityTree(static_cast<int64_t>(layout_.capacity), base_ + layout_.tree); }
+  PriorityTree tree() const {
+    using Largest = PriorityTree::Largest;
+    const bool kept = header().sampler.initial == Initial::kMaxHeld;
+    return PriorityTree(static_cast<int64_t>(layout_.capacity), base_ + layout_.tree, best_simd(),
+                        kept ? Largest::kKept : Largest::kUnknown);
+  }
 
  private:
   // A thread of this process that has the lock would keep it in the file for as long as it lives.

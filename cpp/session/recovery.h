@@ -27,6 +27,7 @@ class Recovery {
     TORCHREPLAY_FAULT("recover.begun");
     if (header_.dirty == Dirty::kSlots) {
       pending_.recount();
+      tree_.rebuild_largest();
       TORCHREPLAY_FAULT("recover.recounted");
       Absorber(memory_).finish_interrupted();
       TORCHREPLAY_FAULT("recover.finished");
@@ -245,24 +246,37 @@ class Recovery {
   // An item has a leaf exactly when it is complete. One that already had keeps it; any other gets its initial one.
   void settle_leaves(uint64_t head) {
     std::vector<bool> complete(memory_.capacity());
-    auto settle = [&](uint64_t anchor, float priority) {
+    uint64_t without_leaf = 0;
+    each_item([&](uint64_t anchor, float) {
       complete[anchor] = true;
-      if (tree_.leaf(static_cast<int64_t>(anchor)) > 0) return;
+      without_leaf += tree_.leaf(static_cast<int64_t>(anchor)) == 0;
+    });
+    each_slot([&](uint64_t slot) {
+      if (!complete[slot]) tree_.leaves()[slot] = 0;
+    });
+    if (!without_leaf) return;
+    tree_.rebuild_largest();  // from which new items may start
+    each_item([&](uint64_t anchor, float priority) {
+      const auto index = static_cast<int64_t>(anchor);
+      if (!complete[anchor] || tree_.leaf(index) > 0) return;
       drawn_.clear(anchor);
       tree_.leaves()[anchor] = initial_.of(priority);
+      tree_.note_largest(index, 0);
       header_.inserted++;
       header_.completed_at = head;
-    };
+    });
+  }
+
+  // Calls visit(anchor, priority) for every complete item; NaN: none was given.
+  template <class Visit>
+  void each_item(Visit&& visit) {
     each_slot([&](uint64_t slot) {
       RowFacts row;
       if (!memory_.at(slot) || !streams_.facts_of(slot, row)) return;
       if (memory_.layout().view.linked())
-        streams_.each_completed_by(slot, row, settle);
+        streams_.each_completed_by(slot, row, visit);
       else
-        settle(slot, row.priority);
-    });
-    each_slot([&](uint64_t slot) {
-      if (!complete[slot]) tree_.leaves()[slot] = 0;
+        visit(slot, row.priority);
     });
   }
 

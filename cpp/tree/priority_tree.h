@@ -9,7 +9,7 @@
 
 #include "system/fault.h"
 #include "system/simd.h"
-#include "tree/smallest_leaf.h"
+#include "tree/extreme_leaf.h"
 #include "tree/tree_node.h"
 #include "tree/tree_shape.h"
 
@@ -30,17 +30,23 @@ namespace torchreplay {
 // power of two find the same. Then the largest of a million leaves has 2^41 units or more. A positive leaf below half a
 // unit has one all the same.
 //
-// A second hierarchy keeps the smallest positive leaf (see SmallestLeaf).
+// A second hierarchy keeps the smallest positive leaf, and if wanted a third the largest (see ExtremeLeaf).
 //
 // The processor must round to nearest, as C++ programs do unless they ask otherwise.
 class PriorityTree {
  public:
   static constexpr size_t kLeavesOffset = TreeShape::kLine;  // of the leaves, from the start of the memory
 
-  // Size of the memory of a tree of `capacity` leaves: 4.6 bytes a leaf when there are many.
-  static size_t bytes(int64_t capacity) { return TreeShape(capacity).lines * TreeShape::kLine; }
+  // Whether a tree knows its largest leaf, as it knows the smallest.
+  enum class Largest : bool { kUnknown, kKept };
 
-  PriorityTree(int64_t capacity, void* memory, Simd simd = best_simd());
+  // Size of the memory of a tree of `capacity` leaves: 4.6 bytes a leaf when there are many.
+  static size_t bytes(int64_t capacity, Largest largest = Largest::kUnknown) {
+    const TreeShape shape(capacity);
+    return (shape.lines + (largest == Largest::kKept ? shape.all_rank_lines : 0)) * TreeShape::kLine;
+  }
+
+  PriorityTree(int64_t capacity, void* memory, Simd simd = best_simd(), Largest largest = Largest::kUnknown);
 
   int64_t capacity() const { return capacity_; }
 
@@ -61,6 +67,9 @@ class PriorityTree {
 
   // Smallest positive leaf, +infinity when there is none. Exact, O(1).
   float min() const { return smallest_.leaf(); }
+
+  // Largest leaf, 0 when none is positive. Exact, O(1). Only if it is kept.
+  float max() const { return largest_.leaf(); }
 
   float leaf(int64_t i) const { return leaves_[i]; }
 
@@ -87,6 +96,13 @@ class PriorityTree {
   // caller may have changed the stored one already, and none other. Amortised O(1) each over contiguous runs;
   // O(capacity) in all when the grid changes.
   void replace_sorted(const int64_t* index, const float* was, const float* now, int n);
+
+  // Leaf `i` was written directly, and was `was`: max() is right at once. The sums follow in replace_sorted().
+  // Amortised O(log capacity).
+  void note_largest(int64_t i, float was);
+
+  // Leaves were written directly, or it is not known which: max() is right again. O(capacity).
+  void rebuild_largest() { largest_.rebuild<tree_node::Portable>(TreeShape(capacity_)); }
 
   // Computes total, count, sums and minima from the leaves, clamping those first. The grid stays, unless it does not
   // hold them or one chosen anew is finer. O(capacity): for repair.
@@ -138,6 +154,12 @@ class PriorityTree {
   template <class Node>
   bool is_coarse_with(const TreeShape& shape) const;
 
+  template <class Node>
+  void change_extremes(int64_t block, float was, float now) {
+    smallest_.change<Node>(block, was, now);
+    if (largest_.is_kept()) largest_.change<Node>(block, was, now);
+  }
+
   bool set_within(const int64_t* index, const float* leaf, int n);
   bool replace_within(const int64_t* index, const float* was, const float* now, int n);
   void rebuild_as(bool finest);
@@ -173,6 +195,9 @@ class PriorityTree {
                                                           int n) {
     return replace_with<tree_node::Avx512>(index, was, now, n);
   }
+  [[gnu::flatten]] TORCHREPLAY_AVX512 void note_largest_avx512(int64_t i, float was) {
+    largest_.change<tree_node::Avx512>(block_of(i), was, leaves_[i]);
+  }
   [[gnu::flatten]] TORCHREPLAY_AVX512 bool is_coarse_avx512(const TreeShape& shape) const {
     return is_coarse_with<tree_node::Avx512>(shape);
   }
@@ -188,9 +213,11 @@ class PriorityTree {
   float* leaves_;
   uint64_t* sums_[TreeShape::kMaxLevels];
   SmallestLeaf smallest_;
+  LargestLeaf largest_;
 };
 
-inline PriorityTree::PriorityTree(int64_t capacity, void* memory, Simd simd) : capacity_(capacity), simd_(simd) {
+inline PriorityTree::PriorityTree(int64_t capacity, void* memory, Simd simd, Largest largest)
+    : capacity_(capacity), simd_(simd) {
   const TreeShape shape(capacity);
   if (memory == nullptr || reinterpret_cast<uintptr_t>(memory) % TreeShape::kLine != 0) {
     throw std::invalid_argument("tree memory must be aligned to 64 bytes");
@@ -201,7 +228,8 @@ inline PriorityTree::PriorityTree(int64_t capacity, void* memory, Simd simd) : c
   leaves_ = reinterpret_cast<float*>(take(shape.leaf_lines));
   sum_levels_ = shape.sum_levels;
   for (int l = 0; l < sum_levels_; l++) sums_[l] = reinterpret_cast<uint64_t*>(take(shape.nodes[l]));
-  smallest_ = SmallestLeaf(shape, leaves_, at);
+  smallest_ = SmallestLeaf(shape, leaves_, take(static_cast<int64_t>(shape.all_rank_lines)));
+  if (largest == Largest::kKept) largest_ = LargestLeaf(shape, leaves_, at);
 }
 
 template <class Node, bool tiny>
@@ -263,7 +291,7 @@ bool PriorityTree::set_with(const int64_t* index, const float* leaf, int n) {
       Node::add(sums_[l] + (child & ~int64_t{7}), static_cast<int>(child & 7), delta);
     }
     TORCHREPLAY_FAULT("tree.sums");
-    smallest_.change<Node>(block_of(index[b]), was, now);
+    change_extremes<Node>(block_of(index[b]), was, now);
   }
   return !is_full();
 }
@@ -308,9 +336,11 @@ bool PriorityTree::replace_with(const int64_t* index, const float* was, const fl
   }
   if (!holds) return false;
   for (int b = 0; b < n; b++) {
-    if (b + 1 == n || block_of(index[b + 1]) != block_of(index[b])) smallest_.refresh<Node>(block_of(index[b]));
+    if (b + 1 < n && block_of(index[b + 1]) == block_of(index[b])) continue;
+    smallest_.refresh<Node>(block_of(index[b]));
+    if (largest_.is_kept()) largest_.refresh<Node>(block_of(index[b]));
   }
-  TORCHREPLAY_FAULT("tree.smallest");
+  TORCHREPLAY_FAULT("tree.extremes");
   for (int l = 0; l < sum_levels_; l++) lines = add_level(sums_[l], child, delta, lines);
   TORCHREPLAY_FAULT("tree.levels");
   totals_->total += delta[0];
@@ -351,6 +381,7 @@ void PriorityTree::rebuild_with(const TreeShape& shape, bool finest) {
   TORCHREPLAY_FAULT("tree.grid");
   rebuild_sums(shape);
   smallest_.rebuild<Node>(shape);
+  largest_.rebuild<Node>(shape);
 }
 
 // Leaves the sums of the lines of leaves in the lowest level, which rebuild_sums() goes on from. Returns their sum.
@@ -403,6 +434,14 @@ inline bool PriorityTree::replace_within(const int64_t* index, const float* was,
   if (simd_ == Simd::kAvx512) return replace_avx512(index, was, now, n);
 #endif
   return replace_with<tree_node::Portable>(index, was, now, n);
+}
+
+inline void PriorityTree::note_largest(int64_t i, float was) {
+  if (!largest_.is_kept()) return;
+#if defined(TORCHREPLAY_X86)
+  if (simd_ == Simd::kAvx512) return note_largest_avx512(i, was);
+#endif
+  largest_.change<tree_node::Portable>(block_of(i), was, leaves_[i]);
 }
 
 inline void PriorityTree::set(const int64_t* index, const float* leaf, int n) {

@@ -6,6 +6,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "system/simd.h"
 
@@ -20,10 +21,21 @@ inline constexpr int kRanks = 16;   // u32 ranks in a line
 inline constexpr int kBlockLines = kSums;
 inline constexpr int kBlockLeaves = kBlockLines * kLeaves;
 
-// Orders positive leaves from the largest down, with 0 for "no positive leaf": the negated bit pattern of a positive
-// float grows as the float shrinks, and zero stays zero. So zero-filled memory is a valid, empty tree.
-constexpr uint32_t rank_of(float leaf) { return -std::bit_cast<uint32_t>(leaf); }
-constexpr float leaf_of(uint32_t rank) { return std::bit_cast<float>(-rank); }
+// Ranks order positive leaves, with 0 for "no positive leaf". So zero-filled memory is a valid, empty tree. The bit
+// pattern of a positive float grows with it.
+struct Upwards {
+  static constexpr bool kNegates = false;
+  static constexpr float kNone = 0;
+  static constexpr uint32_t rank_of(float leaf) { return std::bit_cast<uint32_t>(leaf); }
+  static constexpr float leaf_of(uint32_t rank) { return std::bit_cast<float>(rank); }
+};
+// The negated pattern grows as the float shrinks, and zero stays zero.
+struct Downwards {
+  static constexpr bool kNegates = true;
+  static constexpr float kNone = std::numeric_limits<float>::infinity();
+  static constexpr uint32_t rank_of(float leaf) { return -std::bit_cast<uint32_t>(leaf); }
+  static constexpr float leaf_of(uint32_t rank) { return std::bit_cast<float>(-rank); }
+};
 
 // The value stored for a leaf of `p`: 0 for p <= 0 or NaN, else p within the normal numbers. In integers, for in a
 // thread that flushes denormal numbers to zero (torch.set_flush_denormal) a comparison of floats would call them zero.
@@ -117,9 +129,10 @@ struct Portable {
     return top;
   }
 
+  template <class Order>
   static uint32_t greatest_of(const float* block) {
     uint32_t top = 0;
-    for (int j = 0; j < kBlockLeaves; j++) top = std::max(top, rank_of(block[j]));
+    for (int j = 0; j < kBlockLeaves; j++) top = std::max(top, Order::rank_of(block[j]));
     return top;
   }
 
@@ -174,11 +187,12 @@ struct Avx512 {
     return _mm512_reduce_max_epu32(_mm512_load_si512(ranks));
   }
 
+  template <class Order>
   TORCHREPLAY_AVX512 static uint32_t greatest_of(const float* block) {
     __m512i top = _mm512_setzero_si512();
     for (int j = 0; j < kBlockLeaves; j += kLeaves) {
       const __m512i leaves = _mm512_load_si512(block + j);
-      top = _mm512_max_epu32(top, _mm512_sub_epi32(_mm512_setzero_si512(), leaves));
+      top = _mm512_max_epu32(top, Order::kNegates ? _mm512_sub_epi32(_mm512_setzero_si512(), leaves) : leaves);
     }
     return _mm512_reduce_max_epu32(top);
   }

@@ -11,7 +11,8 @@
 namespace torchreplay {
 
 // In order, and in cache lines: one line of totals, the leaves, the levels of sums and the levels of ranks, bottom up.
-// The leaves are padded with zeros to whole blocks, so that every bottom node has all its lines.
+// The leaves are padded with zeros to whole blocks, so that every bottom node has all its lines. A tree that keeps its
+// largest leaf too has the levels of ranks once more.
 struct TreeShape {
   static constexpr size_t kLine = 64;
   static constexpr int kMaxLevels = 10;  // 2^31 leaves take 9 levels of sums and 7 of ranks
@@ -22,7 +23,7 @@ struct TreeShape {
   int64_t nodes[kMaxLevels];       // of each level of sums, a line each; the last has one
   int64_t ranks[kMaxLevels];       // of each level of ranks; the last has one
   int64_t rank_lines[kMaxLevels];  // that hold them
-  size_t lines;
+  size_t lines, all_rank_lines = 0;
 
   explicit TreeShape(int64_t capacity) {
     if (capacity < 1 || capacity > kMaxCapacity) {
@@ -39,9 +40,10 @@ struct TreeShape {
     for (int64_t n = blocks;; n = ceil_div(n, tree_node::kRanks)) {
       ranks[rank_levels] = n;
       rank_lines[rank_levels] = ceil_div(n, tree_node::kRanks);
-      lines += static_cast<size_t>(rank_lines[rank_levels++]);
+      all_rank_lines += static_cast<size_t>(rank_lines[rank_levels++]);
       if (n == 1) break;
     }
+    lines += all_rank_lines;
   }
 
  private:

@@ -1,5 +1,7 @@
 """Samplers: schedules, leaves and weights, by the formulas they cite."""
 
+import multiprocessing
+
 import numpy as np
 import pytest
 import torch
@@ -124,7 +126,97 @@ def test_a_dropped_td_error_does_not_raise_the_initial_priority():
     assert (stats.stale_updates, stats.updated, stats.priority_max) == (1, 1, 2.0)
 
 
+def share_of_the_newest(initial):
+    """P of each of 200 rows that come, one by one, after an outlier that was corrected at once; 100 rows are held."""
+    buffer, keys = filled(100, sampler=tr.Prioritized(alpha=1.0, initial=initial))
+    buffer.update_priorities(keys, torch.full((100,), 0.01))
+    buffer.update_priorities(keys[:1], torch.tensor([1e4]))
+    buffer.update_priorities(keys[:1], torch.tensor([0.01]))
+    shares = []
+    for n in range(200):
+        key = buffer.extend(x=[float(n)])
+        shares.append(buffer.gather(key)["probability"].item())
+        buffer.update_priorities(key, torch.tensor([0.01]))
+    return shares
+
+
+def test_an_outlier_that_was_corrected_at_once_makes_new_items_likely_for_ever_unless_what_is_held_counts():
+    assert min(share_of_the_newest("max_seen")) > 0.999
+    assert share_of_the_newest("max_held") == pytest.approx([0.01] * 200)
+    assert share_of_the_newest(0.03) == pytest.approx([0.03 / (0.03 + 99 * 0.01)] * 200, rel=1e-3)
+
+
+def leaves_of(buffer):
+    return buffer._segment.column(-1).tolist()
+
+
+def exact(initial, n=4):
+    """A full buffer of leaves 7, 2, 5, 3 with one more row to come into the place of the 7."""
+    buffer, keys = filled(n, sampler=tr.Prioritized(alpha=1.0, eps=1e-30, initial=initial))
+    buffer.update_priorities(keys, torch.tensor([7.0, 2.0, 5.0, 3.0]))
+    return buffer, keys
+
+
+def test_what_overwrites_the_largest_item_starts_from_the_largest_of_the_others():
+    buffer, _ = exact("max_held")
+    buffer.extend(x=[0.0])
+    assert len(buffer) == 4
+    assert leaves_of(buffer) == [5.0, 2.0, 5.0, 3.0]
+
+
+def test_priorities_that_fall_take_the_start_of_new_items_with_them_and_an_empty_buffer_starts_from_1():
+    buffer, keys = exact("max_held")
+    buffer.update_priorities(keys, torch.tensor([0.25, 0.5, 0.125, 0.125]))
+    buffer.extend(x=[0.0])
+    assert len(buffer) == 4
+    assert leaves_of(buffer) == [0.5, 0.5, 0.125, 0.125]
+    buffer.clear()
+    buffer.extend(x=[0.0])
+    assert len(buffer) == 1
+    assert sorted(leaves_of(buffer)) == [0.0, 0.0, 0.0, 1.0]
+
+
+def write_one(buffer):
+    buffer.extend(x=[0.0])
+    len(buffer)
+
+
+@pytest.mark.parametrize("way", ["fork", "load", "open", "smaller"])
+@pytest.mark.parametrize(("initial", "start"), [("max_held", 5.0), (0.5, 0.5), ("max_seen", 7.0)], ids=str)
+def test_how_new_items_start_is_the_same_in_every_process_and_after_a_checkpoint(tmp_path, way, initial, start):
+    path = tmp_path / "ring" if way == "open" else None
+    buffer = tr.ReplayBuffer(SPEC, 4, seed=0, sampler=tr.Prioritized(alpha=1.0, eps=1e-30, initial=initial), path=path)
+    keys = buffer.extend(x=np.arange(4))
+    buffer.update_priorities(keys, torch.tensor([7.0, 2.0, 5.0, 3.0]))
+    if way == "fork":
+        child = multiprocessing.get_context("fork").Process(target=write_one, args=(buffer,))
+        child.start()
+        child.join()
+    elif way == "open":
+        buffer.close()
+        buffer = tr.ReplayBuffer.open(path)
+    else:
+        buffer.save(tmp_path / "saved")
+        buffer = tr.ReplayBuffer.load(tmp_path / "saved", capacity=3 if way == "smaller" else None)
+    assert buffer.sampler.initial == initial
+    if way != "fork":
+        write_one(buffer)
+    if way == "smaller":  # keys 1, 2, 3, in slots 1, 2, 0; the new one overwrites key 1
+        assert leaves_of(buffer) == [3.0, start, 5.0]
+    else:
+        assert leaves_of(buffer) == [start, 2.0, 5.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "initial", ["max", "", None, True, -1, -0.5, float("nan"), float("inf"), 1e39, [1.0], b"max_held"]
+)
+def test_another_start_of_new_items_is_refused(initial):
+    with pytest.raises((ValueError, TypeError), match=r"initial is .*: expected"):
+        tr.Prioritized(initial=initial)
+
+
 def test_samplers_travel_with_the_buffer():
-    for sampler in (tr.Uniform(), tr.Prioritized(alpha=0.7, beta=tr.LinearSchedule(0.1, 0.9, 50), weights="none")):
+    scheduled = tr.Prioritized(alpha=0.7, beta=tr.LinearSchedule(0.1, 0.9, 50), weights="none")
+    for sampler in (tr.Uniform(), scheduled, tr.Prioritized(initial="max_held"), tr.Prioritized(initial=2)):
         buffer, _ = filled(2, sampler=sampler)
         assert tr.ReplayBuffer.attach(buffer.handle()).sampler == sampler

@@ -50,17 +50,20 @@ class LinkedBufferAgainstModel(RuleBasedStateMachine):
         spec=st.sampled_from(OBSERVATIONS),
         room=st.integers(0, 30),
         alpha=st.sampled_from([None, 0.5, 1.0]),
+        initial=st.sampled_from(["max_seen", "max_held", 0.0, 3.5]),
         one_row_at_a_time=st.booleans(),
         writers=st.integers(1, 4),
         chance=randoms,
     )
-    def make(self, data, spec, room, alpha, one_row_at_a_time, writers, chance):
+    def make(self, data, spec, room, alpha, initial, one_row_at_a_time, writers, chance):
         self.fields, self.observation = spec
         view, modelled = data.draw(type(self).views(self.fields, self.observation))
         capacity = modelled.span + room
-        sampler = tr.Uniform() if alpha is None else tr.Prioritized(alpha=alpha, eps=model.EPS)
+        if initial == "max_held" and not one_row_at_a_time:  # what is held, and when, depends on the order of looks
+            initial = "max_seen"
+        sampler = tr.Uniform() if alpha is None else tr.Prioritized(alpha=alpha, eps=model.EPS, initial=initial)
         self.buffer = tr.ReplayBuffer(spec_of(self.fields), capacity, view=view, sampler=sampler, seed=0)
-        self.ring = model.Ring(self.fields, capacity, modelled, alpha)
+        self.ring = model.Ring(self.fields, capacity, modelled, alpha, initial)
         self.one_row_at_a_time = one_row_at_a_time  # then the order of looks is defined, and priorities may be large
         self.writers = [self._opened(chance) for _ in range(writers)]
         self.extended = model.Lanes(self.ring)  # the buffer's own writer for this thread

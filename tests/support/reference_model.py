@@ -161,7 +161,8 @@ class SequencesAcrossEpisodes(Sequences):
 class Ring:
     """Rows under keys 0, 1, 2, ...; a row is held until another takes its slot, key % capacity."""
 
-    def __init__(self, fields, capacity, view, alpha=0.6):
+    def __init__(self, fields, capacity, view, alpha=0.6, initial="max_seen"):
+        self.initial = initial  # "max_seen", "max_held" or a number
         self.fields = fields  # name -> (shape, dtype)
         self.capacity = capacity
         self.view = view
@@ -190,17 +191,23 @@ class Ring:
         """What a learner sees, and when: rows overwritten before it looks never were.
 
         Items that appear at one look start with the largest priority of before, so a test that gives larger ones looks
-        after every row.
+        after every row. That of the items held is the largest of those that the look leaves.
         """
         self.seen = self.rows[-self.capacity :]
         held = set(self.seen)
         anchors = [row for row in self.seen if self.view.is_complete(row) and held.issuperset(self.view.needs(row))]
         given = {row.key: self.view.initial_priority(row) for row in anchors if row.key not in self.leaves}
-        new = {key: self.leaf(self.largest if raw is None else raw) for key, raw in given.items()}
+        kept = [self.leaves[row.key] for row in anchors if row.key in self.leaves]
+        new = {key: self._start(kept) if raw is None else self.leaf(raw) for key, raw in given.items()}
         self.leaves = {row.key: new.get(row.key) or self.leaves[row.key] for row in anchors}
         self.largest = max([self.largest, *(raw for raw in given.values() if raw is not None)])
         self.inserted += len(new)
         self.completed = max([self.completed, *(self.view.needs(self.rows[key])[-1].key + 1 for key in new)])
+
+    def _start(self, kept):
+        if self.initial == "max_held":
+            return max(kept, default=self.leaf(1.0))
+        return self.leaf(self.largest if self.initial == "max_seen" else self.initial)
 
     def leaf(self, raw):
         """(|raw| + eps)^alpha, Schaul et al. 2016, section 3.3."""

@@ -264,8 +264,8 @@ class ReplayBuffer(Replay):
 
         Args:
             *args: None: fields go by their names, rows in a dict as `extend(**rows)`.
-            priority: Raw TD errors: None (the largest seen so far), one number for all rows, or one for each (under a
-                view that links rows: for each step).
+            priority: Raw TD errors: None (what `Prioritized(initial=)` says), one number for all rows, or one for each
+                (under a view that links rows: for each step).
             casting: `"same_kind"`: a value whose dtype does not cast by NumPy's rule of that name is refused.
                 `"unsafe"`: it is cast all the same, as `numpy.ndarray.astype` does: 1.0 to True, 1.9 to 1.
             **fields: One value for each field of the spec.

@@ -14,7 +14,15 @@ from torchreplay.schema.batch import Finish
 from torchreplay.schema.batch_plan import as_path
 from torchreplay.schema.hindsight import Elsewhere, Hindsight
 from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert
-from torchreplay.schema.samplers import NORMALIZATIONS, LinearSchedule, Prioritized, Sampler, Uniform, value_of
+from torchreplay.schema.samplers import (
+    INITIALS,
+    NORMALIZATIONS,
+    LinearSchedule,
+    Prioritized,
+    Sampler,
+    Uniform,
+    value_of,
+)
 from torchreplay.schema.spec import Field, Path, Spec, flatten, from_native, nest, to_native
 from torchreplay.schema.views import VIEWS, Rows, View
 from torchreplay.segment.transient import Transient
@@ -184,12 +192,14 @@ class Config:
         plan = self.view.plan(self.fields)
         return self.fields if plan is None else plan.outputs
 
-    def weighting(self) -> tuple[bool, int, float, float]:
-        """Returns (prioritized, normalization, alpha, eps) for the native core."""
-        if isinstance(self.sampler, Prioritized):
-            normalization = NORMALIZATIONS.index(self.sampler.weights)
-            return True, normalization, float(self.sampler.alpha), float(self.sampler.eps)
-        return False, 0, 1.0, 0.0
+    def weighting(self) -> tuple[bool, int, float, float, int, float]:
+        """Returns (prioritized, normalization, alpha, eps, initial, its number) for the native core."""
+        sampler = self.sampler
+        if not isinstance(sampler, Prioritized):
+            return False, 0, 1.0, 0.0, 0, 1.0
+        named = isinstance(sampler.initial, str)
+        initial = (INITIALS.index(sampler.initial), 1.0) if named else (len(INITIALS), float(sampler.initial))
+        return True, NORMALIZATIONS.index(sampler.weights), float(sampler.alpha), float(sampler.eps), *initial
 
 
 def _describe(value: Any) -> Any:

@@ -14,6 +14,12 @@ from torchreplay.validation import as_float, as_floats, checked_choice, checked_
 Normalization: TypeAlias = Literal["buffer", "batch", "none"]
 NORMALIZATIONS: tuple[Normalization, ...] = ("buffer", "batch", "none")  # the position is the code in the segment
 
+LARGEST_PRIORITY = 3.4028234663852886e38
+"""Of float32, in which priorities are kept."""
+
+Initial: TypeAlias = Literal["max_seen", "max_held"]
+INITIALS: tuple[Initial, ...] = ("max_seen", "max_held")  # likewise; a number comes after them
+
 
 @dataclass(frozen=True, slots=True)
 class LinearSchedule:
@@ -76,19 +82,25 @@ class Prioritized:
         eps: What is added to |td|, so that no item is lost for ever.
         weights: `"buffer"` divides weights by the largest one of the buffer, the same for every learner; `"batch"` by
             the largest one of the batch; `"none"` leaves them.
+        initial: The priority |td| of new items that are given none. `"max_seen"` is the largest one ever seen, as in
+            the paper: one outlier makes all later items likely until `clear()`, even if it is corrected at once.
+            `"max_held"` is the largest of the items held at that moment; of a `ShardedReplay`, in the item's shard.
+            Both are 1 at first. A number is that priority.
 
     Raises:
-        ValueError: An argument, or an end of a `LinearSchedule`, is negative or not finite, `eps` is 0, or `weights`
-            is unknown.
+        ValueError: An argument, or an end of a `LinearSchedule`, is negative or not finite, `eps` is 0, or `weights` or
+            `initial` is unknown.
     """
 
     alpha: float = 0.6
     beta: Schedule = 0.4
     eps: float = 1e-6
     weights: Normalization = "buffer"
+    initial: Initial | float = "max_seen"
 
     def __post_init__(self) -> None:
         as_floats(self, "alpha", "eps", *(() if callable(self.beta) else ("beta",)))
+        self._check_initial()
         if not (math.isfinite(self.alpha) and self.alpha >= 0):
             raise ValueError(f"alpha is {self.alpha}: expected a finite number >= 0")
         if not (math.isfinite(self.eps) and self.eps > 0):
@@ -97,11 +109,17 @@ class Prioritized:
         for beta in (self.beta.start, self.beta.end) if isinstance(self.beta, LinearSchedule) else (self.beta,):
             value_of(beta, 0)
 
+    def _check_initial(self) -> None:
+        if isinstance(self.initial, str):
+            if self.initial not in INITIALS:
+                raise ValueError(f"initial is {self.initial!r}: expected 'max_seen', 'max_held' or a number")
+            return
+        as_floats(self, "initial")
+        if not 0 <= self.initial <= LARGEST_PRIORITY:
+            raise ValueError(f"initial is {self.initial}: expected a number from 0 to {LARGEST_PRIORITY:.3g}")
+
 
 Sampler: TypeAlias = Uniform | Prioritized
-
-LARGEST_PRIORITY = 3.4028234663852886e38
-"""Of float32, in which priorities are kept."""
 
 
 def priorities_of(leaves: torch.Tensor, sampler: Sampler) -> torch.Tensor:

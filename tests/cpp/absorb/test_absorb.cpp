@@ -312,6 +312,53 @@ BOOST_AUTO_TEST_CASE(rows_without_a_priority_get_the_largest_raw_one_seen) {
   BOOST_TEST(m->header().max_raw == 16.0F);
 }
 
+// A full ring of leaves 7, 2, 5: what takes the slot of 7 starts from 5, and so does what takes that of 2.
+BOOST_AUTO_TEST_CASE(rows_without_a_priority_may_get_the_largest_of_those_held_when_they_come) {
+  Plan plan;
+  plan.capacity = 3;
+  plan.sampler = {1, Normalize::kBuffer, 1, 0, Initial::kMaxHeld, 1};
+  auto m = make_segment(plan);
+  append_row(*m, 1);
+  settle(*m);
+  BOOST_TEST(m->tree().leaf(0) == 1);  // of none held
+  append_row(*m, 1, 0, 2.0F);
+  append_row(*m, 1, 0, 5.0F);
+  settle(*m);
+  int64_t key = 0;
+  double td = 1e4;
+  PriorityUpdater(*m).update(1, &key, &td);
+  td = 7;
+  PriorityUpdater(*m).update(1, &key, &td);
+  for (int i = 0; i < 2; i++) append_row(*m, 1);
+  settle(*m);
+  const float fives[] = {5, 5, 5};
+  for (int i = 0; i < 3; i++) BOOST_TEST(m->tree().leaf(i) == fives[i]);
+  // In one absorption: the 9 of slot 2 raises what comes into slot 0.
+  append_row(*m, 1, 0, 9.0F);
+  append_row(*m, 1);
+  append_row(*m, 1, 0, 3.0F);
+  settle(*m);
+  const float expected[] = {9, 3, 9};
+  for (int i = 0; i < 3; i++) BOOST_TEST(m->tree().leaf(i) == expected[i]);
+  BOOST_TEST(m->header().max_raw == 1e4F);  // which counts for nothing
+  Locked(*m).clear();
+  append_row(*m, 1);
+  settle(*m);
+  BOOST_TEST(m->tree().max() == 1);
+  BOOST_TEST(violation(*m) == "");
+}
+
+BOOST_AUTO_TEST_CASE(rows_without_a_priority_may_get_a_number) {
+  Plan plan;
+  plan.sampler = {1, Normalize::kBuffer, 0.5, 0, Initial::kNumber, 4};
+  auto m = make_segment(plan);
+  append_row(*m, 1, 0, 100.0F);
+  append_row(*m, 1);
+  settle(*m);
+  BOOST_TEST(m->tree().leaf(0) == 10.0F);
+  BOOST_TEST(m->tree().leaf(1) == 2.0F);
+}
+
 // 0^0.5 is 0, and 0.1^60 is below the smallest float: such rows are rare, not lost.
 BOOST_AUTO_TEST_CASE(a_priority_too_small_for_a_float_still_gets_a_leaf) {
   for (auto [alpha, eps] : {std::pair{0.5, 0.0}, std::pair{60.0, 0.1}}) {

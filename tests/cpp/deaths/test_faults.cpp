@@ -26,6 +26,7 @@ std::unique_ptr<SegmentMemory> eventful(const View& view) {
   Plan plan;
   plan.capacity = kCapacity;
   plan.view = view;
+  plan.sampler.initial = Initial::kMaxHeld;  // the tree keeps more then
   auto m = make_segment(plan);
   Explorer a(*m, 1), b(*m, 2);
   SteppedWriter slow(*m, 3);
@@ -196,6 +197,38 @@ BOOST_AUTO_TEST_CASE(a_survivor_that_dies_while_it_repairs_leaves_a_buffer_that_
                    if (dead.wait() != fault::kExitStatus) _exit(1);
                    settle(m);
                  }) > 10U);
+}
+
+// A full ring whose largest leaf is that of the slot overwritten next.
+BOOST_AUTO_TEST_CASE(who_dies_while_it_absorbs_a_row_does_not_hand_it_the_priority_of_the_one_it_overwrites) {
+  auto ring = [] {
+    Plan plan;
+    plan.capacity = 4;
+    plan.sampler = {1, Normalize::kBuffer, 1, 0, Initial::kMaxHeld, 1};
+    auto m = make_segment(plan);
+    for (float priority : {100.0F, 2.0F, 5.0F, 3.0F}) append_row(*m, 1, 0, priority);
+    settle(*m);
+    append_row(*m, 1);
+    return m;
+  };
+  int deaths = 0;
+  std::vector<const char*> points;
+  fault::Point::each([&](fault::Point& point) { points.push_back(point.name()); });
+  for (const char* point : points)
+    for (uint64_t nth = 1;; nth++) {
+      auto m = ring();
+      Child child([&] {
+        fault::arm(point, nth);
+        settle(*m);
+      });
+      const bool died = child.wait() == fault::kExitStatus;
+      settle(*m);
+      BOOST_TEST(m->tree().leaf(0) == 5.0F, m->tree().leaf(0) << " after a death at " << point << " " << nth);
+      BOOST_TEST(violation(*m) == "");
+      if (!died) break;
+      deaths++;
+    }
+  BOOST_TEST(deaths > 20);
 }
 
 // A failed draw brings up to date slots that no chunk of an absorption comes to.

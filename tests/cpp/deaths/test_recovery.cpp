@@ -3,7 +3,9 @@
 
 #include "draw/batch_sampler.h"
 #include "draw/priority_updater.h"
+#include "explorers.h"
 #include "traced.h"
+#include "views.h"
 
 BOOST_AUTO_TEST_SUITE(test_recovery)
 
@@ -210,6 +212,27 @@ BOOST_AUTO_TEST_CASE(rows_given_no_priority_get_the_largest_again_and_given_ones
   Recovery(*m).run();
   BOOST_TEST(m->tree().leaf(0) == 3.0F);
   BOOST_TEST(m->tree().leaf(1) == 0.25F);
+}
+
+// Key 2 is incomplete: its leaf goes, and says nothing of what new items start from.
+BOOST_AUTO_TEST_CASE(rows_given_no_priority_get_the_largest_of_the_items_that_are_left) {
+  Plan plan;
+  plan.view = transitions(1);
+  plan.sampler = {1, Normalize::kBuffer, 1, 0, Initial::kMaxHeld, 1};
+  auto m = make_segment(plan);
+  Explorer explorer(*m, 1);
+  explorer.reset();
+  for (int i = 0; i < 3; i++) explorer.step();
+  settle(*m);
+  float* leaves = m->tree().leaves();
+  leaves[0] = 0;
+  leaves[1] = 5;
+  leaves[3] = 50;
+  m->header().dirty = Dirty::kLinks;
+  Recovery(*m).run();
+  BOOST_TEST(m->tree().leaf(0) == 5.0F);
+  BOOST_TEST(m->tree().leaf(3) == 0.0F);
+  BOOST_TEST(m->tree().max() == 5.0F);
 }
 
 BOOST_AUTO_TEST_CASE(an_owner_killed_in_the_tree_alone_leaves_its_leaves_and_sums_are_rebuilt) {

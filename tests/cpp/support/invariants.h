@@ -52,11 +52,11 @@ inline std::string link_violation(const SegmentMemory& m, const RowSet& rows) {
   return "";
 }
 
-// Whether sums, count and minimum of the tree are those of its leaves, and every positive leaf can be found.
-inline std::string tree_violation(const PriorityTree& tree) {
+// Whether sums, count and extremes of the tree are those of its leaves, and every positive leaf can be found.
+inline std::string tree_violation(const PriorityTree& tree, bool keeps_largest = false) {
   uint64_t total = 0;
   int64_t count = 0;
-  float least = std::numeric_limits<float>::infinity();
+  float least = std::numeric_limits<float>::infinity(), most = 0;
   std::vector<uint64_t> targets;
   std::vector<int64_t> expected;
   for (int64_t i = 0; i < tree.capacity(); i++) {
@@ -70,10 +70,12 @@ inline std::string tree_violation(const PriorityTree& tree) {
     total += units;
     count++;
     least = std::min(least, leaf);
+    most = std::max(most, leaf);
   }
   if (tree.total() != total) return "total of the tree";
   if (tree.count() != count) return "count of the tree";
   if (tree.min() != least) return "minimum of the tree";
+  if (keeps_largest && tree.max() != most) return "maximum of the tree";
   std::vector<int64_t> found(targets.size());
   std::vector<float> leaf(targets.size());
   if (count) tree.find(targets.data(), static_cast<int>(targets.size()), found.data(), leaf.data());
@@ -101,7 +103,7 @@ inline std::string violation(SegmentMemory& m) {
   if (h.dirty != Dirty::kClean) return "dirty";
   if (m.layout().view.linked())
     if (std::string v = link_violation(m, committed); !v.empty()) return v;
-  return tree_violation(tree);
+  return tree_violation(tree, h.sampler.initial == Initial::kMaxHeld);
 }
 
 }  // namespace torchreplay::testing

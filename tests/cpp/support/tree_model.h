@@ -32,14 +32,16 @@ void on_every_instruction_set(Test test) {
   }
 }
 
-// A tree with memory of its own.
+// A tree with memory of its own, which keeps its largest leaf.
 struct Tree {
+  static size_t bytes(int64_t capacity) { return PriorityTree::bytes(capacity, PriorityTree::Largest::kKept); }
+
   std::unique_ptr<void, decltype(&std::free)> memory;
   PriorityTree tree;
 
   Tree(int64_t capacity, Simd simd)
-      : memory(std::aligned_alloc(64, PriorityTree::bytes(capacity)), &std::free),
-        tree(capacity, std::memset(memory.get(), 0, PriorityTree::bytes(capacity)), simd) {}
+      : memory(std::aligned_alloc(64, bytes(capacity)), &std::free),
+        tree(capacity, std::memset(memory.get(), 0, bytes(capacity)), simd, PriorityTree::Largest::kKept) {}
   PriorityTree* operator->() { return &tree; }
 };
 
@@ -130,6 +132,8 @@ struct Model {
     return least;
   }
 
+  float max() const { return *std::max_element(leaves.begin(), leaves.end()); }
+
   // The running sums, in units.
   std::vector<uint64_t> sums() const {
     std::vector<uint64_t> sums(leaves.size());
@@ -144,6 +148,7 @@ inline void check_equal(PriorityTree& tree, const Model& model) {
   BOOST_TEST(tree.total() == model.total());
   BOOST_TEST(tree.count() == model.count());
   BOOST_TEST(tree.min() == model.min());
+  BOOST_TEST(tree.max() == model.max());
   BOOST_TEST(std::equal(model.leaves.begin(), model.leaves.end(), tree.leaves()));
 }
 

@@ -79,6 +79,27 @@ BOOST_AUTO_TEST_CASE(the_minimum_returns_to_each_next_leaf_as_the_smallest_are_r
   });
 }
 
+BOOST_AUTO_TEST_CASE(the_maximum_returns_to_each_next_leaf_as_the_largest_are_removed) {
+  on_every_instruction_set([](Simd simd) {
+    const int64_t capacity = 3000;
+    Tree tree(capacity, simd);
+    BOOST_TEST(tree->max() == 0);
+    for (int64_t k = 0; k < capacity; k++) {
+      const int64_t i = k * 7 % capacity;  // scattered: 7 and 3000 are coprime
+      const float leaf = static_cast<float>(k + 1) / 1024;
+      tree->set(&i, &leaf, 1);
+      BOOST_TEST(tree->max() == leaf);
+    }
+    for (int64_t k = capacity; k-- > 0;) {
+      BOOST_TEST(tree->max() == static_cast<float>(k + 1) / 1024);
+      const int64_t i = k * 7 % capacity;
+      const float zero = 0;
+      tree->set(&i, &zero, 1);
+    }
+    BOOST_TEST(tree->max() == 0);
+  });
+}
+
 BOOST_AUTO_TEST_CASE(priorities_are_normal_numbers_and_nan_is_never_sampled) {
   using Float = std::numeric_limits<float>;
   Tree tree(1'000'000, Simd::kPortable);

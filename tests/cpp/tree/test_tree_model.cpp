@@ -37,7 +37,9 @@ void replace_some(PriorityTree& tree, Model& model, std::mt19937_64& random) {
     index.push_back(i);
     was.push_back(model.leaves[i]);
     now.push_back(removal ? 0 : any_priority(random, scale));
-    if (random() % 2 == 0) tree.leaves()[i] = 0;
+    if (random() % 2) continue;
+    tree.note_largest(i, std::exchange(tree.leaves()[i], 0.0F));
+    if (index.size() % 8 == 0) BOOST_TEST(tree.max() == *std::max_element(tree.leaves(), tree.leaves() + capacity));
   }
   tree.replace_sorted(index.data(), was.data(), now.data(), static_cast<int>(index.size()));
   model.set(index, now, false);
@@ -107,7 +109,7 @@ BOOST_AUTO_TEST_CASE(every_instruction_set_leaves_the_same_bytes) {
         replace_some(tree->tree, model, random);
       }
     }
-    BOOST_TEST(std::memcmp(a.memory.get(), b.memory.get(), PriorityTree::bytes(capacity)) == 0);
+    BOOST_TEST(std::memcmp(a.memory.get(), b.memory.get(), Tree::bytes(capacity)) == 0);
   }
 }
 
@@ -116,7 +118,7 @@ BOOST_AUTO_TEST_CASE(rebuild_repairs_sums_minima_and_leaves_from_arbitrary_bytes
   Tree tree(capacity, Simd::kPortable);
   Model model(capacity);
   std::mt19937_64 random(5);
-  for (size_t k = 0; k < PriorityTree::bytes(capacity); k++) static_cast<uint8_t*>(tree.memory.get())[k] = random();
+  for (size_t k = 0; k < Tree::bytes(capacity); k++) static_cast<uint8_t*>(tree.memory.get())[k] = random();
   for (int64_t i = 0; i < capacity; i++) model.leaves[i] = Model::stored(tree->leaf(i));
   tree->rebuild();
   model.refit();

@@ -1,9 +1,8 @@
-// The smallest positive leaf of a priority tree, kept exactly as leaves change.
+// The smallest positive leaf of a priority tree, or the largest, kept exactly as leaves change.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <utility>
 
 #include "tree/tree_node.h"
@@ -11,34 +10,36 @@
 
 namespace torchreplay {
 
-// A 16-ary hierarchy over the blocks of leaves: each entry is the greatest rank, so the smallest positive leaf, below
-// it. A view, like the tree that it is a part of.
-class SmallestLeaf {
+// A 16-ary hierarchy over the blocks of leaves: each entry is the greatest rank, so the first of the positive leaves in
+// this `Order`, below it. A view, like the tree that it is a part of.
+template <class Order>
+class ExtremeLeaf {
  public:
-  SmallestLeaf() = default;
+  ExtremeLeaf() = default;  // keeps nothing
 
   // `memory`: that of the levels of ranks.
-  SmallestLeaf(const TreeShape& shape, const float* leaves, char* memory)
-      : levels_(shape.rank_levels), leaves_(leaves) {
+  ExtremeLeaf(const TreeShape& shape, const float* leaves, char* memory) : levels_(shape.rank_levels), leaves_(leaves) {
     for (int l = 0; l < levels_; memory += shape.rank_lines[l++] * int64_t{TreeShape::kLine}) {
       ranks_[l] = reinterpret_cast<uint32_t*>(memory);
     }
   }
 
-  // +infinity when no leaf is positive. O(1).
+  bool is_kept() const { return levels_ != 0; }
+
+  // Order::kNone when no leaf is positive. O(1).
   float leaf() const {
     const uint32_t rank = ranks_[levels_ - 1][0];
-    return rank == 0 ? std::numeric_limits<float>::infinity() : tree_node::leaf_of(rank);
+    return rank == 0 ? Order::kNone : Order::leaf_of(rank);
   }
 
-  // One leaf of a block changed from `was` to `now`, its new value. O(1) unless it was the smallest of the block.
+  // One leaf of a block changed from `was` to `now`, its new value. O(1) unless it was the first of the block.
   template <class Node>
   void change(int64_t block, float was, float now) {
-    const uint32_t before = ranks_[0][block], rank = tree_node::rank_of(now);
+    const uint32_t before = ranks_[0][block], rank = Order::rank_of(now);
     if (rank > before) {
       ranks_[0][block] = rank;
       carry<Node>(block, before, rank);
-    } else if (rank < before && tree_node::rank_of(was) == before) {
+    } else if (rank < before && Order::rank_of(was) == before) {
       refresh<Node>(block);
     }
   }
@@ -46,7 +47,7 @@ class SmallestLeaf {
   // Leaves of a block changed.
   template <class Node>
   void refresh(int64_t block) {
-    const uint32_t now = Node::greatest_of(leaves_ + block * tree_node::kBlockLeaves);
+    const uint32_t now = Node::template greatest_of<Order>(leaves_ + block * tree_node::kBlockLeaves);
     const uint32_t before = std::exchange(ranks_[0][block], now);
     if (now != before) carry<Node>(block, before, now);
   }
@@ -56,7 +57,7 @@ class SmallestLeaf {
   void rebuild(const TreeShape& shape) {
     for (int l = 0; l < levels_; l++) {
       for (int64_t i = 0; i < shape.ranks[l]; i++) {
-        ranks_[l][i] = l == 0 ? Node::greatest_of(leaves_ + i * tree_node::kBlockLeaves)
+        ranks_[l][i] = l == 0 ? Node::template greatest_of<Order>(leaves_ + i * tree_node::kBlockLeaves)
                               : Node::greatest(ranks_[l - 1] + i * tree_node::kRanks);
       }
       std::fill(ranks_[l] + shape.ranks[l], ranks_[l] + shape.rank_lines[l] * tree_node::kRanks, 0U);
@@ -84,5 +85,8 @@ class SmallestLeaf {
   const float* leaves_ = nullptr;
   uint32_t* ranks_[TreeShape::kMaxLevels] = {};
 };
+
+using SmallestLeaf = ExtremeLeaf<tree_node::Downwards>;
+using LargestLeaf = ExtremeLeaf<tree_node::Upwards>;
 
 }  // namespace torchreplay
