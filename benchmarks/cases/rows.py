@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
 from typing import TypeVar
 
-from benchmarks.line import Line
+from benchmarks.line import OURS, Line
 from benchmarks.machine import require_memory
 from benchmarks.peers import Peer, PrioritizedPeer
 from benchmarks.peers.registry import PEERS, installed
+from benchmarks.peers.torchreplay import TorchreplayPeer
 from benchmarks.plan import Plan
-from benchmarks.workload import Row, Rows, Workload
+from benchmarks.workload import SMALL, Row, Rows, Workload
 from torchreplay.checking.timing import Candidate, interleave
 
 MICROSECONDS = 1e6
@@ -17,6 +18,7 @@ LANES = 50
 POOL = 64
 """Prepared rows, chunks or batches that a loop cycles through, so that it does not write the same cache lines again."""
 NOTES = {"sample 256": "stable_baselines3 draws uniformly"}
+MAX_HELD = "max_held"
 KEPT_BYTES = 128 << 20
 """Memory that the kept batches of one peer may take."""
 
@@ -33,6 +35,8 @@ def measure_rows(workload: Workload, plan: Plan) -> Iterator[Line]:
     try:
         yield from _lines(workload, peers, _operations(workload, single), plan)
         yield from _lines(workload, prioritized, _prioritized_operations(workload, single), plan)
+        if workload is SMALL:
+            yield from _lines_of_starts(prioritized, plan)
     finally:
         for peer in peers:
             peer.close()
@@ -43,6 +47,19 @@ def _lines(workload: Workload, peers: Sequence[P], operations: Operations[P], pl
         seconds = interleave([make(peer) for peer in peers], plan.rounds, plan.seconds)
         samples = {peer: [value * MICROSECONDS for value in values] for peer, values in seconds.items()}
         yield Line(workload.name, name, "us", samples, note=NOTES.get(name, ""))
+
+
+def _lines_of_starts(peers: Sequence[PrioritizedPeer], plan: Plan) -> Iterator[Line]:
+    """What it costs that new items start from the largest priority that is held."""
+    held = TorchreplayPeer(SMALL, plan.capacity(SMALL.capacity), "max_held", MAX_HELD)
+    try:
+        held.fill()
+        pair = [*(peer for peer in peers if peer.name == OURS), held]
+        operations = _prioritized_operations(SMALL, SMALL.single_rows(POOL))
+        lines = ("update 256", "8 appends + sample + update 256")
+        yield from _lines(SMALL, pair, {f"{name}, {MAX_HELD}": operations[name] for name in lines}, plan)
+    finally:
+        held.close()
 
 
 def _filled_peers(workload: Workload, plan: Plan) -> list[Peer]:
