@@ -62,16 +62,19 @@ def test_a_function_that_is_not_given_again_is_a_warning_and_its_first_value(tmp
     assert "beta was a function" in caplog.text  # still
 
 
-@pytest.mark.parametrize("way", ["load", "open"])
 @pytest.mark.parametrize(
     "sampler",
     [tr.Prioritized(beta=other), tr.Prioritized(alpha=0.5, beta=beta), tr.Uniform()],
     ids=["another schedule", "another alpha", "no priorities"],
 )
-def test_another_sampler_is_refused(tmp_path, way, sampler):
-    bring_back = saved(tmp_path, way)
+def test_another_sampler_is_refused_for_a_file_and_taken_for_a_checkpoint(tmp_path, sampler):
+    bring_back = saved(tmp_path, "open")
     with pytest.raises(ValueError, match="expected the buffer's own"):
         bring_back(sampler=sampler)
+    loaded = saved(tmp_path, "load")(sampler=sampler)
+    assert loaded.sampler == sampler
+    if sampler.beta is other:
+        assert beta_of(loaded) == pytest.approx(other(5), rel=1e-4)
 
 
 @pytest.mark.parametrize("way", ["load", "open"])

@@ -626,12 +626,18 @@ class ReplayBuffer(Replay):
         Training goes on as if nothing had happened: old batches' keys are still valid, and the draws follow on those
         that the saving process had made.
 
+        With another view, such as another n, the same rows make other items. One that starts at the same row keeps its
+        priority, any other starts as a new one. With another sampler the TD errors stay, as far as the priorities tell
+        them; after `Uniform()` all items start as new ones.
+
         Args:
             directory: What `save` wrote; or a binary file that is open for reading, at the place where `save` began.
             capacity: Rows that fit; None: as before. Of more rows than fit the newest are loaded.
-            view: The buffer's own view, with functions that a checkpoint does not hold: those of `Hindsight`.
+            view: Another view, of the same observations and flags; or the buffer's own with functions that a checkpoint
+                does not hold, those of `Hindsight`. None: the buffer's own.
             path: A new file to hold the buffer; None: it lies in memory.
-            sampler: The buffer's own sampler, with a function for its beta, which a checkpoint does not hold.
+            sampler: Another sampler; or the buffer's own with a function for its beta, which a checkpoint does not
+                hold. None: the buffer's own.
 
         Raises:
             CheckpointError: There is no checkpoint, or it is damaged.
@@ -639,7 +645,8 @@ class ReplayBuffer(Replay):
                 load needs 20 MiB beside the buffer, or the longest row if that is more.
             OSError: A file cannot be read, which does not mean that it is damaged; or `path` cannot be made, or is
                 there already.
-            ValueError: `capacity`, `view` or `sampler` does not fit, or `view` has not the same functions.
+            ValueError: `capacity` does not fit, the rows lack what `view` needs, or `view` has not the same functions.
+            TypeError: `view` is no view, or `sampler` no sampler.
         """
         if is_file(directory, "read"):
             with opened_archive(directory) as unpacked:
@@ -648,9 +655,7 @@ class ReplayBuffer(Replay):
         path = None if path is None else checked_path("path", path)
 
         def load(saved: Description) -> ReplayBuffer:
-            config = saved.config.with_functions(view).with_schedule(sampler)
-            if capacity is not None:
-                config = replace(config, capacity=checked_int("capacity", capacity, 1, MAX_CAPACITY))
+            config = saved.config.loaded_with(view, sampler, capacity)
             rooms = reading_rooms(saved, directory)  # first: what is left then is for the buffer
             with new_segment(config, path, saved.seed, by_and_by=True) as (segment, nonce, reservation):
                 wait = None if reservation.complete else reservation.wait
@@ -667,7 +672,8 @@ class ReplayBuffer(Replay):
         over, and is newer than what was saved. Ctrl-C may come too late to keep it from being done.
 
         Args:
-            directory: What `save` wrote, of a buffer with the same spec and view; the capacity may be another.
+            directory: What `save` wrote, of a buffer with the same spec. Capacity, view and sampler may be others, as
+                for `load`.
 
         Raises:
             CheckpointError: There is no checkpoint, it is damaged or of another kind, the buffer holds rows already,

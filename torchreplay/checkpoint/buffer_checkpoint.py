@@ -20,7 +20,6 @@ import torch
 
 from torchreplay import _C
 from torchreplay.checkpoint.description import (
-    MAX_RAW,
     ROW_COLUMNS,
     Description,
     RowsGone,
@@ -225,8 +224,9 @@ def load_rows(
     names = description.columns
     rooms = reading_rooms(description, root, segment.nbytes) if rooms is None else rooms
     leaf_column, key_column = (len(saved.fields) + list(ROW_COLUMNS).index(name) for name in ("/leaf", "/key"))
-    leaves = _leaves_for(config.sampler, saved.sampler, float(description.counts[MAX_RAW]))
-    others = leaves is not None or config.capacity < saved.capacity  # than those of the checkpoint
+    leaves = _leaves_for(config.sampler, saved.sampler)
+    same_items = saved.view.native() == config.view.native() and saved.capacity <= config.capacity
+    others = leaves is not None or not same_items  # than those of the checkpoint
     counts = without_grid(description.counts) if others else description.counts
     try:
         rows = _C.Import(segment, int(description.counts[0]))
@@ -256,13 +256,12 @@ def _slots_of(keys: torch.Tensor, capacity: int) -> int:
     return int((keys.numpy() % capacity).max()) + 1 if keys.dtype == torch.int64 and keys.numel() else capacity
 
 
-def _leaves_for(sampler: Sampler, saved: Sampler, largest: float) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def _leaves_for(sampler: Sampler, saved: Sampler) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Returns what makes leaves of one sampler those of another, (|td| + eps)^alpha; None: they are the same.
 
     Args:
         sampler: Of the leaves wanted.
-        saved: Of those given. Where all leaves are alike, all TD errors count as the largest.
-        largest: The largest |td| seen.
+        saved: Of those given. Where all leaves are alike, no TD error is known: all items start anew.
     """
 
     def exponents(of: Sampler) -> tuple[float, float]:
@@ -273,9 +272,9 @@ def _leaves_for(sampler: Sampler, saved: Sampler, largest: float) -> Callable[[t
         return None
 
     def convert(leaves: torch.Tensor) -> torch.Tensor:
-        errors = torch.full(leaves.shape, largest, dtype=torch.float64, device=leaves.device)
-        if alpha_before:
-            errors = (leaves.double() ** (1 / alpha_before) - eps_before).clamp(min=0.0)
+        if not alpha_before:
+            return torch.zeros_like(leaves)
+        errors = (leaves.double() ** (1 / alpha_before) - eps_before).clamp(min=0.0)
         wanted = ((errors + eps) ** alpha).float().clamp(min=torch.finfo(torch.float32).tiny)
         return torch.where(leaves > 0, wanted, 0.0)
 

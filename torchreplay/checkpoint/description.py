@@ -164,10 +164,15 @@ def with_rows(directory: str | os.PathLike[str], use: Callable[[Description], T]
 
 def require_alike(saved: Config, config: Config, directory: str | os.PathLike[str]) -> None:
     """Raises CheckpointError unless the rows of a checkpoint fit into a buffer."""
-    if saved.fields != config.fields or saved.view.native() != config.view.native():
+    if saved.fields != config.fields:
         raise CheckpointError(
-            f"the checkpoint in {Path(directory)} is of another spec or view: it has {_names(saved)} and {saved.view}, "
-            f"the buffer {_names(config)} and {config.view}"
+            f"the checkpoint in {Path(directory)} is of another spec: it has {_names(saved)}, the buffer "
+            f"{_names(config)}"
+        )
+    if reason := saved.lacks(config.view):
+        raise CheckpointError(
+            f"the rows in {Path(directory)} were written under {saved.view}, and the buffer's view is {config.view}: "
+            f"{reason}"
         )
 
 

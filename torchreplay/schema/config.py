@@ -143,6 +143,48 @@ class Config:
             raise ValueError(f"view is {view}: expected the buffer's own, which is {self.view}")
         return replace(self, view=self.view.with_functions_of(view))
 
+    def loaded_with(self, view: View | None, sampler: Sampler | None, capacity: int | None) -> Config:
+        """Returns the configuration of a buffer that takes over the rows of one with this; None: as it was.
+
+        Raises:
+            ValueError: The rows lack what `view` needs, or it has not the same functions; or `capacity` does not fit.
+            TypeError: `view` is no view, or `sampler` no sampler.
+        """
+        most = self.capacity if capacity is None else checked_int("capacity", capacity, 1, MAX_CAPACITY)
+        config = replace(self, view=self._view_of_rows(view), capacity=most)
+        if sampler is None:
+            return config.with_schedule(None)
+        sampler = checked_kind("sampler", sampler, self.sampler, (Uniform, Prioritized))
+        return replace(config, sampler=sampler, lost_schedule=False)
+
+    def _view_of_rows(self, view: View | None) -> View:
+        view = checked_kind("view", view, self.view, VIEWS)
+        if isinstance(view, Hindsight) and view.is_same_but_for_functions(self.view):
+            return self.with_functions(view).view
+        view.plan(self.fields)
+        if reason := self.lacks(view):
+            raise ValueError(f"view is {view}, and the rows were written under {self.view}: {reason}")
+        return view
+
+    def lacks(self, view: View) -> str:
+        """Returns what rows that were written under this configuration's view lack for another one; "": nothing."""
+        own, other = self.view.roles(self.fields), view.roles(self.fields)
+        if own is None and other is None:
+            return ""
+        if own is None:
+            return "they name no episode; expected Rows()"
+        if other is None:
+            return "those that begin an episode have no action and no reward; expected a view of episodes"
+        if own.observation != other.observation:
+            return f"a row that begins an episode has these observations only; expected {self._names(own.observation)}"
+        if (own.terminated, own.truncated) != (other.terminated, other.truncated):
+            return f"their ends are marked already; expected {self._names((own.terminated, own.truncated))}"
+        return ""
+
+    def _names(self, places: tuple[int, ...]) -> str:
+        paths = list(self.fields)
+        return ", ".join(repr("/".join(paths[place])) for place in places)
+
     def with_schedule(self, sampler: Sampler | None) -> Config:
         """Returns the configuration with the function that is the beta of `sampler`, which a description does not hold.
 
@@ -161,16 +203,9 @@ class Config:
         if _describe(sampler) != _describe(self.sampler):
             raise ValueError(
                 f"sampler is {sampler}: expected the buffer's own, {self.sampler}, with its function. For another "
-                f"sampler make a new buffer, and write the rows of the old one, `old`, into it: {self._copied_rows}"
+                f"sampler save a checkpoint: ReplayBuffer.load(directory, sampler=...) takes any"
             )
         return replace(self, sampler=sampler, lost_schedule=False)
-
-    @property
-    def _copied_rows(self) -> str:
-        """The line that writes the rows of a buffer `old` into a buffer `new`."""
-        if isinstance(self.view, Rows):
-            return "rows = old.gather(old.keys()); new.extend(**{name: rows[name] for name in old.spec})"
-        return "for episode in old.episodes(): new.extend(**episode)"
 
     def num_envs_of(self, values: Mapping[str, Any]) -> int | None:
         """Returns how many environments a block of `values` has; None for rows and for a single episode."""

@@ -205,7 +205,7 @@ class Hindsight:
             ValueError: `view` is another one, or it has a `compute_terminated` and the segment's has none, or the other
                 way round. Where the segment's has no `compute_reward` either, it is not known what others have.
         """
-        if not isinstance(view, Hindsight) or view._without_functions() != self._without_functions():
+        if not (isinstance(view, Hindsight) and self.is_same_but_for_functions(view)):
             raise ValueError(f"view is {view}: expected the buffer's own, which is {self}")
         if not callable(view.compute_reward):
             return self
@@ -220,6 +220,10 @@ class Hindsight:
 
     def _without_functions(self) -> Hindsight:
         return replace(self, compute_reward=None, compute_terminated=None)
+
+    def is_same_but_for_functions(self, view: object) -> bool:
+        """Whether `view` is this one but for the functions."""
+        return isinstance(view, Hindsight) and view._without_functions() == self._without_functions()
 
     def travelling(self) -> Hindsight | None:
         """Returns the view when pickle takes its functions, else None."""

@@ -94,6 +94,28 @@ def test_rows_keys_priorities_counters_and_the_limiters_balance_come_back(cluste
         assert replay.stats().sampled == before.sampled + 256
 
 
+def test_the_rows_of_shards_are_loaded_with_another_view_and_sampler(cluster, tmp_path):
+    spec = {"obs": tr.Field(), "reward": tr.Field()}
+    spec |= dict.fromkeys(("terminated", "truncated"), tr.Field((), torch.bool))
+    sampler, nodes = tr.Prioritized(alpha=1.0, eps=1e-30), cluster.node_ids[:1]
+    with ShardedReplay(spec, 100, view=tr.Transitions(), sampler=sampler, nodes=nodes) as replay:
+        with replay.writer() as writer:
+            writer.reset(obs=0.0)
+            for t in range(1, 6):
+                writer.step(obs=float(t), reward=float(t), terminated=t == 5, truncated=False)
+        replay.update_priorities(torch.arange(5), torch.tensor([4.0, 9.0, 16.0, 25.0, 36.0]))
+        replay.save(tmp_path)
+    with pytest.raises(ValueError, match="expected a view of episodes"):
+        ShardedReplay.load(tmp_path, nodes=nodes, view=tr.Rows())
+    view, sampler = tr.Transitions(n_step=2, gamma=0.5), tr.Prioritized(alpha=0.5, eps=1e-30)
+    with ShardedReplay.load(tmp_path, nodes=nodes, view=view, sampler=sampler) as replay:
+        assert (replay.view, replay.sampler) == (view, sampler)
+        batch = replay.gather(range(6))
+        assert batch["reward"].tolist() == [1 + 1.0, 2 + 1.5, 3 + 2.0, 4 + 2.5, 5.0]
+        assert batch["probability"].tolist() == pytest.approx([2 / 20, 3 / 20, 4 / 20, 5 / 20, 6 / 20])
+        assert set(replay.sample(64, timeout=120)["key"].tolist()) == set(range(5))
+
+
 def test_all_rows_that_fit_are_loaded_and_nodes_beyond_the_shards_get_new_ones(cluster, saved, tmp_path):
     with pytest.raises(tr.CheckpointError, match="has 2 shards, and there are 1 nodes"):
         ShardedReplay.load(saved[0], nodes=cluster.node_ids[:1])
@@ -311,7 +333,7 @@ def test_what_cannot_be_loaded_says_why(cluster, saved, tmp_path):
             replay.restore(directory)
     with (
         ShardedReplay({"x": tr.Field()}, 100, nodes=cluster.node_ids[:1]) as replay,
-        pytest.raises(tr.CheckpointError, match="another spec or view"),
+        pytest.raises(tr.CheckpointError, match="of another spec"),
     ):
         replay.restore(directory)
     shard = Shard(0, Config.of(SPEC, 10, None, None, None), 1, None)

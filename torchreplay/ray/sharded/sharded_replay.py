@@ -476,9 +476,11 @@ class ShardedReplay(Replay):
             directory: What `save` wrote; all nodes must see it.
             capacity: Rows in all, divided among the nodes as evenly as the saved rows allow. If not all fit, those of
                 the fullest shards are left out, oldest first. None: as many on each node as before.
-            view: The buffer's own view, with functions that a checkpoint does not hold: those of `Hindsight`.
+            view: Another view, as for `ReplayBuffer.load`; or the buffer's own with functions that a checkpoint does
+                not hold, those of `Hindsight`. None: the buffer's own.
             nodes: Ray's ids of the nodes that get a shard. None: all that are alive.
-            sampler: The buffer's own sampler, with a function for its beta, which a checkpoint does not hold.
+            sampler: Another sampler; or the buffer's own with a function for its beta, which a checkpoint does not
+                hold. None: the buffer's own.
 
         Raises:
             CheckpointError: There is no checkpoint, it is damaged, a node does not see it, or there are fewer nodes
@@ -491,7 +493,7 @@ class ShardedReplay(Replay):
         root = checked_path("directory", directory).absolute()
 
         def loaded(manifest: Manifest) -> ShardedReplay:
-            config, chosen = manifest.config.with_functions(view).with_schedule(sampler), checked_nodes(nodes)
+            config, chosen = manifest.config.loaded_with(view, sampler, None), checked_nodes(nodes)
             capacities = capacities_for(manifest, root, chosen, capacity)
             replay = cls.__new__(cls)
             replay._found(replace(config, capacity=min(capacities)), capacities, chosen, nodes is None, manifest.seed)
@@ -512,8 +514,9 @@ class ShardedReplay(Replay):
         leaves it as it was.
 
         Args:
-            directory: What `save` wrote, of a buffer with the same spec and view; the capacity may be another, and the
-                nodes may be others, or more. Of a shard with more rows than fit on its node the newest are taken.
+            directory: What `save` wrote, of a buffer with the same spec. Capacity, view and sampler may be others, as
+                for `ReplayBuffer.load`. So may the nodes, or there are more. Of a shard with more rows than fit on its
+                node the newest are taken.
 
         Raises:
             CheckpointError: There is no checkpoint, it is damaged or of another kind, or a node does not see it. Or
