@@ -1,5 +1,6 @@
 /* The protocol of the shared memory (docs/design.md; cpp/write/ring_writer.h, absorber.h, streams.h, recovery.h, participants.h, item_rows.h,
- * batch_sampler.h): writers, learners that absorb, draw, copy and feed back, deaths at any step, and a judge once all is quiet.
+ * batch_sampler.h, row_rewriter.h): writers, learners that absorb, draw, copy and feed back, a rewriter of rows, deaths at any
+ * step, and a judge once all is quiet.
  * README.md says what is left out, and configurations.py how it is run.
  *
  * A row's content names it: writer * 8 + number, so what a learner copied can be told without trusting any header.
@@ -8,27 +9,33 @@
  *   SPAN HISTORY    steps after an item's anchor; frames before it
  *   ROWS1..3        rows of each writer. FIRSTS1..3, ENDS1..3: bit n is set where row n starts, or ends, an episode
  *   ROUNDS ROUNDS2  draws of the first learner; of the second, if there is one
+ *   REWRITES        rows that the rewriter gives other values; DISCARDS: items that it discards. STAMPS: different marks there are
  *   WKILL           writers may be killed between any two steps. Writer 3 takes the first id that becomes free
- *   LKILL           learners may be killed between any two stores
- *   K K2            who is killed, at any moment (writers 1-3, learners 4 and 5); K2 after K
+ *   LKILL           learners and the rewriter may be killed between any two stores
+ *   K K2            who is killed, at any moment (writers 1-3, learners 4 and 5, rewriter 7); K2 after K
  * and every naive variant is a flag by itself.
  */
 #define NO     255
 #define IDS    2
 #define JUDGE  6
+#define REWRITER 7
 #define CLEAN  0
 #define TREE   1
 #define LINKS  2
+#define VALUES 3
 #define FIRST  1
 #define END    2
+#define DISCARDED 4
+#define STAMP0 3                                         /* ids from here on say which rewrite a row had last */
 
 #define SLOT(key1)       (((key1) - 1) % CAP)
-#define BUSYW(key1, id)  ((key1) << 3 | (id) << 1 | 1)
-#define DONE(key1, id)   ((key1) << 3 | (id) << 1)
-#define VOID(key1)       ((key1) << 3)
+#define BUSYW(key1, id)  ((key1) << 4 | (id) << 1 | 1)
+#define DONE(key1, id)   ((key1) << 4 | (id) << 1)
+#define VOID(key1)       ((key1) << 4)
 #define BUSY(w)          ((w) & 1)
-#define LIVE(w)          (!BUSY(w) && ((w) >> 1 & 3))
-#define KEY1(w)          ((w) >> 3)                      /* key + 1; 0: never written */
+#define ID(w)            ((w) >> 1 & 7)
+#define LIVE(w)          (!BUSY(w) && ID(w))
+#define KEY1(w)          ((w) >> 4)                      /* key + 1; 0: never written */
 #define NEWEST1(s, h)    ((s) < (h) -> (h) - ((h) - 1 - (s)) % CAP : 0)
 
 /* The writers' scripts, by content. */
@@ -48,6 +55,7 @@
 hidden byte copy_is_whole, copy_is_the_row_drawn, copy_follows_the_stream, copy_has_every_row;
 hidden byte failed_draw_is_gone, item_completes_once, no_slot_stays_busy, every_row_is_absorbed, sums_follow_leaves;
 hidden byte drawable_is_complete, complete_is_drawable, priority_is_its_own, links_agree, pending_is_a_lost_ticket;
+hidden byte row_is_old_or_new, rewrite_stays, batch_has_one_version, discarded_is_not_drawn;
 
 /* The ring. */
 byte head;
@@ -62,6 +70,20 @@ bit joined[IDS + 1];
 byte mutex, absorbed, dirty, drawable;
 byte at[CAP], prev[CAP], next[CAP], leaf[CAP];
 bit pending[CAP], owner_died;
+
+/* Rewriting: a row's other values, how many holds of the lock changed rows, and the record of the change under way. */
+#if REWRITES || DISCARDS
+#define REWRITING
+#define REWRITERS 1
+#else
+#define REWRITERS 0
+#endif
+#ifdef REWRITING
+byte value0[CAP], value1[CAP], rewrites, record_key1, record_value;
+bit record_discards;
+byte told[MAXT + 1];                                     /* a ghost: the value that a rewrite has promised */
+bit refused[MAXT + 1];                                   /* a ghost: the discard has been promised */
+#endif
 
 /* Ghosts: nothing but verdicts and the end depends on them. */
 byte killed, finished, content[MAXT + 1];
@@ -161,7 +183,18 @@ inline evict(slot) {
   at[slot] = 0
 }
 
+/* Which items nobody is to draw any more. */
+#if DISCARDS && !defined(LEAFONLY)
+#define IS_DISCARDED(slot) (flags[slot] & DISCARDED)
+#else
+#define IS_DISCARDED(slot) 0
+#endif
+
 inline complete(anchor) {
+  if :: IS_DISCARDED(anchor) :: else -> complete_item(anchor) fi
+}
+
+inline complete_item(anchor) {
   d_step {
 #if !defined(LKILL) && !defined(EARLYRECLAIM)
     MUST(item_completes_once, !was_complete[at[anchor]]);
@@ -346,7 +379,7 @@ inline settle_leaves() {
         do
         :: k <= SPAN && k <= held ->
            if
-           :: FRAMES_HELD ->
+           :: FRAMES_HELD && !IS_DISCARDED(path[k - 1]) ->
               d_step { b = path[k - 1]; c = c | 1 << b; if :: !leaf[b] -> leaf[b] = at[b] :: else fi }
            :: else
            fi;
@@ -369,8 +402,82 @@ inline count_leaves(count) {
   d_step { count = 0; i = 0; do :: i < CAP -> count = count + (leaf[i] != 0); i++ :: else -> break od }
 }
 
+#ifdef REWRITING
+/* Which mark the rows have that the n-th hold of the lock rewrote, and whether a row has one of those since the draw began. */
+#define STAMP(n)   (STAMP0 + (n) % STAMPS)
+#define HOLDS      ((rewrites + 1) / 2 - since / 2)
+#define TOUCHED(w) (ID(w) >= STAMP0 && (HOLDS >= STAMPS || (ID(w) - STAMP0 + STAMPS - (since / 2 + 1) % STAMPS) % STAMPS < HOLDS))
+#endif
+
+/* row_rewriter.h: what the record says is done, once the row's word says that it is to be. */
+#ifdef REWRITING
+#ifdef NOBUSY
+#define MAY_CHANGE(w) (LIVE(w) && KEY1(w) == record_key1)
+#else
+#define MAY_CHANGE(w) (BUSY(w) && KEY1(w) == record_key1 && ID(w) >= STAMP0)
+#endif
+#ifdef NOSTAMP
+#define STAMP_NOW STAMP0
+#else
+#define STAMP_NOW STAMP((rewrites + 1) / 2)
+#endif
+
+inline apply_record() {
+  if
+  :: record_key1 ->
+     b = SLOT(record_key1);
+     w = word[b];
+     if
+     :: MAY_CHANGE(w) ->
+#ifdef NORECORD
+        if :: owner_died -> skip :: else -> value0[b] = record_value; value1[b] = record_value fi;
+#else
+        value0[b] = record_value;
+        value1[b] = record_value;
+#endif
+        if :: record_discards -> flags[b] = flags[b] | DISCARDED :: else fi;
+        atomic {
+          if
+          :: word[b] == w -> word[b] = DONE(record_key1, STAMP_NOW); told[record_key1] = record_value;
+             refused[record_key1] = refused[record_key1] | record_discards
+          :: else
+          fi;
+          w = 0
+        }
+     :: else
+     fi;
+     if
+     :: record_discards && at[b] == record_key1 && refused[record_key1] -> set_leaf(b, 0)
+     :: else
+     fi;
+     record_key1 = 0;
+     atomic { record_value = 0; record_discards = 0; w = 0; b = 0 }
+  :: else
+  fi
+}
+
+/* Gives the row with key1 in slot s `value`, or discards the item that it is the anchor of. The lock is held. */
+inline rewrite(value, discards) {
+  ONE_STEP {
+    dirty = VALUES;
+    rewrites++;                                          /* odd while rows may change */
+    record_value = (discards -> told[key1] : value); record_discards = discards;
+    record_key1 = key1
+  };
+#ifndef NOBUSY
+  atomic { if :: LIVE(word[s]) && KEY1(word[s]) == key1 -> word[s] = BUSYW(key1, STAMP_NOW) :: else fi };
+#endif
+  apply_record();
+  ONE_STEP { flush(); rewrites++; dirty = CLEAN }
+}
+#endif
+
 inline recover() {
   sum = 0;
+#ifdef REWRITING
+  apply_record();
+  if :: rewrites & 1 -> rewrites++ :: else fi;
+#endif
 #ifndef RECLEAF
   if
   :: dirty == LINKS ->
@@ -470,7 +577,13 @@ proctype Writer(byte me; byte id; byte rows) {
             prev_key1[SLOT(g)] = last1; step[SLOT(g)] = episode_step;
             flags[SLOT(g)] = (IS_FIRST(me * 8 + n) -> FIRST : 0) | (IS_END(me * 8 + n) -> END : 0);
             half0[SLOT(g)] = me * 8 + n
+#ifdef REWRITING
+            ; value0[SLOT(g)] = 0
+#endif
           };
+#ifdef REWRITING
+          value1[SLOT(g)] = 0;
+#endif
           half1[SLOT(g)] = me * 8 + n;
           atomic { word[SLOT(g)] = DONE(g, id); last1 = g; n++; g = 0 }
        :: else
@@ -505,6 +618,9 @@ inline check_invariants() {
        fi;
        if
        :: leaf[i] ->
+#if DISCARDS
+          MUST(discarded_is_not_drawn, !refused[at[i]]);
+#endif
           MUST(priority_is_its_own, leaf[i] == at[i]);
           MUST(drawable_is_complete, !HISTORY || IS_FIRST(content[at[i]]) || prev[i] != NO);
           b = i; k = 0;
@@ -594,9 +710,20 @@ inline find_rows() {
   od
 }
 
+#ifdef REWRITING
+#define COPY_VALUE(k)  value[k] = value0[found[k]]
+#define VALUE_TORN(k)  (value1[found[k]] != value[k])
+#else
+#define COPY_VALUE(k)  skip
+#define VALUE_TORN(k)  0
+#endif
+
 inline copy_rows() {
-  d_step { k = lo; do :: k <= hi -> copied[k] = half0[found[k]]; k++ :: else -> break od };
-  d_step { k = lo; do :: k <= hi -> torn = torn || half1[found[k]] != copied[k]; k++ :: else -> break od };
+  d_step { k = lo; do :: k <= hi -> copied[k] = half0[found[k]]; COPY_VALUE(k); k++ :: else -> break od };
+  d_step {
+    k = lo;
+    do :: k <= hi -> torn = torn || half1[found[k]] != copied[k] || VALUE_TORN(k); k++ :: else -> break od
+  };
   d_step { k = lo; do :: k <= hi -> ok = ok && word[found[k]] == seen[k]; k++ :: else -> break od; k = 0 }
 }
 
@@ -615,8 +742,51 @@ inline check_copy() {
   }
 }
 
+#ifdef REWRITING
+inline keep_values() {
+  d_step { k = lo; do :: k <= hi -> kept[k] = value[k]; k++ :: else -> break od; k = 0 }
+}
+
+/* The batch has the item twice. What was rewritten meanwhile is copied again, both times, under the lock. Nobody
+ * rewrites then. */
+inline copy_twice() {
+  since = rewrites;
+  find_rows();
+  if :: ok -> copy_rows() :: else fi;
+  if
+  :: ok -> keep_values(); find_rows(); if :: ok -> copy_rows() :: else fi
+  :: else
+  fi;
+  if
+#ifdef NOLOOK
+  :: !ok ->
+#else
+  :: !ok || rewrites != since || since & 1 ->
+#endif
+     whole = ok;
+     forget();
+     lock(me);
+     find_rows();
+     skip;                                               /* SPIN lets no loop end where a d_step begins */
+     d_step { k = lo; do :: ok && k <= hi -> whole = whole && !TOUCHED(seen[k]); k++ :: else -> break od; k = 0 };
+     if :: ok && !whole -> torn = 0; copy_rows(); keep_values() :: else fi;
+     mutex = 0
+  :: else
+  fi;
+  since = 0; whole = 0;
+  if
+  :: ok -> d_step { k = lo; do :: k <= hi -> MUST(batch_has_one_version, kept[k] == value[k]); k++ :: else -> break od; k = 0 }
+  :: else
+  fi
+}
+#endif
+
 inline forget_draw() {
   d_step {
+#ifdef REWRITING
+    k = 0;
+    do :: k <= SPAN + HISTORY -> value[k] = 0; kept[k] = 0; k++ :: else -> break od;
+#endif
     k = 0;
     do :: k <= SPAN + HISTORY -> found[k] = 0; seen[k] = 0; copied[k] = 0; k++ :: else -> break od;
     k = 0;
@@ -629,6 +799,10 @@ proctype Learner(byte me; byte rounds) {
   ABSORBER;
   byte s, key1, lo, hi, g, id, found[SPAN + HISTORY + 1], seen[SPAN + HISTORY + 1], copied[SPAN + HISTORY + 1];
   byte hint[SPAN + 1];
+#ifdef REWRITING
+  byte value[SPAN + HISTORY + 1], kept[SPAN + HISTORY + 1], since;
+  bit whole;
+#endif
   bit torn;
   {
     lock(me);
@@ -649,8 +823,12 @@ proctype Learner(byte me; byte rounds) {
        };
        if
        :: key1 ->
+#ifdef REWRITING
+          copy_twice();
+#else
           find_rows();
           if :: ok -> copy_rows() :: else fi;
+#endif
           if
           :: ok ->
              check_copy();
@@ -695,12 +873,53 @@ proctype Learner(byte me; byte rounds) {
       id = 1;
       do :: id <= IDS -> if :: holder[id] == me -> holder[id] = 0 :: else fi; id++ :: else -> break od;
       id = 0; g = 0; sum = 0; rounds = 0;
+#ifdef REWRITING
+      since = 0; whole = 0;
+#endif
       forget();
       forget_draw()
     }
   };
   finished++
 }
+
+#ifdef REWRITING
+proctype Rewriter(byte me; byte values; byte discards) {
+  ABSORBER;
+  byte s, key1;
+  {
+    do
+    :: values + discards > 0 ->
+       lock(me);
+       absorb();
+       atomic {                                          /* any row that is there */
+         do
+         :: s < CAP && LIVE(word[s]) -> key1 = KEY1(word[s]); break
+         :: s < CAP -> s++
+         :: s == CAP -> s = 0; break
+         od
+       };
+       if
+       :: key1 && values -> rewrite(values, 0)
+       :: key1 && discards -> rewrite(0, 1)
+       :: !key1
+       fi;
+       atomic { if :: values -> values-- :: else -> discards-- fi };
+       atomic { s = 0; key1 = 0; forget() };
+       mutex = 0
+    :: else -> break
+    od
+  } unless {
+    atomic {
+      KILLED(me) ->
+      if :: mutex == me -> mutex = 0; owner_died = 1 :: else fi;
+      s = 0; key1 = 0; sum = 0; values = 0; discards = 0;
+      forget()
+    }
+  };
+  finished++
+}
+#endif
 
 hidden byte present[32];
 
@@ -730,6 +949,10 @@ proctype Judge(byte others) {
        w = word[i];
        MUST(no_slot_stays_busy, !BUSY(w));
        MUST(every_row_is_absorbed, at[i] == (LIVE(w) -> KEY1(w) : 0));
+#ifdef REWRITING
+       MUST(row_is_old_or_new, !LIVE(w) || value0[i] == value1[i]);
+       MUST(rewrite_stays, !LIVE(w) || value0[i] == told[KEY1(w)]);
+#endif
        MUST(pending_is_a_lost_ticket, pending[i] == (KEY1(w) < NEWEST1(i, head)));
        if
        :: LIVE(w) ->                                     /* I6: drawable if and only if every row is there */
@@ -738,7 +961,10 @@ proctype Judge(byte others) {
           do
           :: want && k < SPAN && !IS_END(b) -> b++; k++; want = present[b] && !IS_FIRST(b)
           :: else -> break
-          od
+          od;
+#if DISCARDS
+          want = want && !refused[KEY1(w)]
+#endif
        :: else -> want = 0
        fi;
        if
@@ -756,7 +982,10 @@ quiet:
 init {
   atomic {
     d_step { byte s = 0; do :: s < CAP -> prev[s] = NO; next[s] = NO; s++ :: else -> break od; s = 0 };
-    run Judge((ROWS1 > 0) + (ROWS2 > 0) + (ROWS3 > 0) + (ROUNDS > 0) + (ROUNDS2 > 0));
+#ifdef REWRITING
+    run Rewriter(REWRITER, REWRITES, DISCARDS);
+#endif
+    run Judge((ROWS1 > 0) + (ROWS2 > 0) + (ROWS3 > 0) + (ROUNDS > 0) + (ROUNDS2 > 0) + REWRITERS);
     if :: ROWS1 > 0 -> holder[1] = 1; joined[1] = 1; run Writer(1, 1, ROWS1) :: else fi;
     if :: ROWS2 > 0 -> holder[2] = 2; joined[2] = 1; run Writer(2, 2, ROWS2) :: else fi;
     if :: ROWS3 > 0 -> run Writer(3, 0, ROWS3) :: else fi;

@@ -18,6 +18,7 @@ DEPTH = 1_000_000
 # What a configuration does not say. Bit n of FIRSTS and ENDS: row n of that writer starts, or ends, an episode.
 DEFAULTS = (
     "SPAN=2 HISTORY=1 ROWS1=0 ROWS2=0 ROWS3=0 ROUNDS=1 ROUNDS2=0 FIRSTS1=1 FIRSTS2=1 FIRSTS3=1 ENDS1=0 ENDS2=0 ENDS3=0"
+    " REWRITES=0 DISCARDS=0 STAMPS=3"
 )
 PAIRS = "CAP=2 SPAN=1 HISTORY=0"  # items of two rows
 
@@ -32,6 +33,12 @@ RIGHT = {
     "a writer killed, its id taken by another": "CAP=3 ROWS1=2 ROWS3=2 MAXT=4 WKILL=1 K=1",
     "a learner killed, one that goes on": "CAP=3 ROWS1=3 ENDS1=4 MAXT=3 LKILL=1 K=4 ROUNDS2=1",
     "a learner killed, then the one that repairs": f"{PAIRS} ROWS1=2 MAXT=3 LKILL=1 K=4 K2=5 ROUNDS2=1",
+    "a row rewritten beside a writer and a learner": f"{PAIRS} ROWS1=3 MAXT=4 REWRITES=1",
+    "rewritten so often that the marks come round": f"{PAIRS} ROWS1=2 MAXT=2 REWRITES=3 STAMPS=2",
+    "the one who rewrites killed": f"{PAIRS} ROWS1=2 MAXT=3 REWRITES=1 LKILL=1 K=7",
+    "an item discarded": f"{PAIRS} ROWS1=3 MAXT=4 DISCARDS=1",
+    "the one who discards killed": f"{PAIRS} ROWS1=2 MAXT=3 DISCARDS=1 LKILL=1 K=7",
+    "a learner killed beside one who discards": f"{PAIRS} ROWS1=2 MAXT=2 DISCARDS=1 LKILL=1 K=4",
 }
 GATE_RIGHT = {
     "a learner that dies at any step": "ROWS=2 CALLS=2 STRANGER=0",
@@ -61,6 +68,11 @@ NAIVE = {
     "RECNOPEND": (f"{PAIRS} ROWS1=2 MAXT=2 LKILL=1 K=4 ROUNDS2=1", "complete_is_drawable"),
     "RECCLEAN": (f"{PAIRS} ROWS1=2 MAXT=2 {RECOVERER_DIES}", "complete_is_drawable"),
     "ATFIRST": (f"{PAIRS} ROWS1=4 MAXT=4 {RECOVERER_DIES}", "priority_is_its_own"),
+    "NOBUSY": (f"{PAIRS} ROWS1=3 MAXT=4 REWRITES=1", "rewrite_stays"),
+    "NOSTAMP": (f"{PAIRS} ROWS1=2 MAXT=2 REWRITES=2", "batch_has_one_version"),
+    "NOLOOK": (f"{PAIRS} ROWS1=2 MAXT=2 REWRITES=1", "batch_has_one_version"),
+    "NORECORD": (f"{PAIRS} ROWS1=2 MAXT=2 REWRITES=1 LKILL=1 K=7", "row_is_old_or_new"),
+    "LEAFONLY": (f"{PAIRS} ROWS1=2 MAXT=2 DISCARDS=1", "discarded_is_not_drawn"),
 }
 
 
