@@ -5,6 +5,7 @@
 #include "absorb/leaf_changes.h"
 #include "absorb/pending_set.h"
 #include "absorb/streams.h"
+#include "segment/row_rewriter.h"
 
 namespace torchreplay {
 
@@ -119,12 +120,11 @@ class Absorber {
   }
 
   // Gives the row with `key`, the last one of its stream, the end of its episode. Nothing happens if it is gone. Its
-  // items that only waited for the end become drawable. The participant `id` holds the row as if it wrote it, for the
-  // time of three stores: a death between them costs the row.
-  void end_episode(uint64_t key, int id, size_t truncated) {
+  // items that only waited for the end become drawable.
+  void end_episode(uint64_t key, size_t truncated) {
     const uint64_t slot = memory_.slot_of(key);
     if (header_.importer) {  // whose end brings everything up to date
-      mark_truncated(key, slot, id, truncated);
+      mark_truncated(key, truncated);
       return;
     }
     const DirtyScope dirty(header_, Dirty::kSlots);
@@ -134,7 +134,7 @@ class Absorber {
     TORCHREPLAY_FAULT("end.marked");
     kill_fence();
     RowFacts row;
-    if (mark_truncated(key, slot, id, truncated) && memory_.at(slot) && streams_.facts_of(slot, row))
+    if (mark_truncated(key, truncated) && memory_.at(slot) && streams_.facts_of(slot, row))
       streams_.each_completed_by(slot, row, [&](uint64_t anchor, float priority) { complete(anchor, priority); });
     sync_below(slot, head_);
     TORCHREPLAY_FAULT("end.synced");
@@ -187,25 +187,13 @@ class Absorber {
   }
 
   // False when the row is gone.
-  bool mark_truncated(uint64_t key, uint64_t slot, int participant, size_t truncated) {
-    const auto id = static_cast<uint64_t>(participant);
-    Participant& entry = memory_.participant(participant);
-    entry.first.store(key, std::memory_order_relaxed);  // for those who reclaim
-    entry.count.store(1, std::memory_order_relaxed);
-    RowHeader& row = memory_.row(slot);
-    uint64_t word = row.word.load(std::memory_order_acquire);
-    if (!slot_word::is_row(word) || slot_word::key1(word) != key + 1 ||
-        !row.word.compare_exchange_strong(word, slot_word::busy(key, id), std::memory_order_acq_rel,
-                                          std::memory_order_relaxed))
-      return false;
-    TORCHREPLAY_FAULT("end.busy");
-    row.link.store(row.link.load(std::memory_order_relaxed) | kTruncated, std::memory_order_relaxed);
-    constexpr char kTrue = 1;
-    copy_value(memory_.value(memory_.layout().fields[truncated], slot), &kTrue, 1);
-    TORCHREPLAY_FAULT("end.flagged");
-    word = slot_word::busy(key, id);
-    return row.word.compare_exchange_strong(word, slot_word::done(key, id), std::memory_order_release,
-                                            std::memory_order_relaxed);
+  bool mark_truncated(uint64_t key, size_t truncated) {
+    RowRewriter row(memory_);
+    row.choose({truncated});
+    *row.value(truncated) = 1;
+    const bool there = row.change(key, kTruncated);
+    row.close();
+    return there;
   }
 
   static bool is_gone(uint64_t at, uint64_t word) { return !slot_word::is_row(word) || slot_word::key1(word) != at; }
@@ -266,7 +254,7 @@ class Absorber {
   }
 
   void complete(uint64_t anchor, float priority) {
-    if (tree_.leaf(static_cast<int64_t>(anchor)) > 0) return;
+    if (tree_.leaf(static_cast<int64_t>(anchor)) > 0 || is_discarded(memory_, anchor)) return;
     drawn_.clear(anchor);
     leaves_.set(anchor, initial_.of(priority));
     TORCHREPLAY_FAULT("complete.leaf");

@@ -89,7 +89,17 @@ class Snapshot {
     if (memory_.header().importer) throw RowsRefused("the buffer is being restored: save it when that is over");
   }
 
+  // False when the row is gone. One that is rewritten meanwhile is copied again under the lock, where nobody does that.
   bool copy_row(uint64_t slot, uint64_t key1, const RowColumns& out, uint64_t n) const {
+    const RewriteWatch watch(memory_.header());
+    const bool copied = copy_values(slot, key1, out, n);
+    if (!watch.any() || (copied && !watch.touches(memory_.row(slot).word.load(std::memory_order_relaxed))))
+      return copied;
+    const SegmentLock lock(memory_);
+    return copy_values(slot, key1, out, n);
+  }
+
+  bool copy_values(uint64_t slot, uint64_t key1, const RowColumns& out, uint64_t n) const {
     RowHeader& row = memory_.row(slot);
     const uint64_t word = row.word.load(std::memory_order_acquire);
     if (!slot_word::is_row(word) || slot_word::key1(word) != key1) return false;

@@ -169,13 +169,13 @@ class Attachment {
     });
   }
 
-  // Ends the episodes whose last rows have these keys, by truncation, for the participant `id`; `field` is that of the
-  // flag. Nothing happens to those whose rows are gone.
-  void truncate(const std::vector<int64_t>& keys, int id, size_t field) {
+  // Ends the episodes whose last rows have these keys, by truncation; `field` is that of the flag. Nothing happens to
+  // those whose rows are gone.
+  void truncate(const std::vector<int64_t>& keys, size_t field) {
     try {
       const Unlocked others;
       SegmentLock lock(*memory_, {.until_stopped = true});
-      for (const int64_t key : keys) lock.end_episode(static_cast<uint64_t>(key), id, field);
+      for (const int64_t key : keys) lock.end_episode(static_cast<uint64_t>(key), field);
       publish_limit(*memory_);
     } catch (const StoppedMeanwhile&) {  // nobody draws any more
     }

@@ -150,7 +150,7 @@ class Writer {
     if (!ends.empty()) truncate(ends, field);
     return ends;
   }
-  void truncate(const std::vector<int64_t>& keys, size_t field) { attachment_->truncate(keys, member_.id(), field); }
+  void truncate(const std::vector<int64_t>& keys, size_t field) { attachment_->truncate(keys, field); }
 
   // Gives back what a large call took.
   void trim(size_t most) {

@@ -110,7 +110,9 @@ class BatchSampler {
       todo_.resize(count);
       for (int i = 0; i < count; i++) todo_[i] = i;
       TORCHREPLAY_FAULT("gather.found");
+      RewriteWatch watch(memory_.header());
       copy(out);
+      copy_rewritten(watch, out, {});
       if (todo_.empty()) break;
       size_t kept = 0, failed = 0;
       for (size_t i = 0; i < items_.size(); i++)
@@ -134,12 +136,14 @@ class BatchSampler {
     items_.resize(n);
     todo_.resize(n);
     for (int i = 0; i < n; i++) todo_[i] = i;
+    RewriteWatch watch(memory_.header());
     for (uint32_t round = 0; round < kRounds; round++) {
       const Draw outcome = draw(n, name, round, shortage, patience, turn, counted);
       if (outcome != Draw::kDone) return outcome;
       TORCHREPLAY_FAULT("draw.drawn");
       copy(out);
       TORCHREPLAY_FAULT("draw.copied");
+      copy_rewritten(watch, out, patience);
       if (todo_.empty()) {
         drawn_from_.beta = beta;
         finish(n, beta, out);
@@ -168,6 +172,10 @@ class BatchSampler {
    public:
     Copier(SegmentMemory& m, const ItemPlan* plan) : rows_(m) {
       if (plan) items_.emplace(m, *plan);
+    }
+
+    void keep_touched(const std::vector<DrawnItem>& items, std::vector<int>& todo, const RewriteWatch& watch) {
+      items_ ? items_->keep_touched(items, todo, watch) : rows_.keep_touched(items, todo, watch);
     }
 
     void copy(const std::vector<DrawnItem>& items, Part& part, const BatchPointers& out) {
@@ -332,6 +340,33 @@ class BatchSampler {
     });
     todo_.clear();
     for (const Part& part : parts_) todo_.insert(todo_.end(), part.todo.begin(), part.todo.end());
+  }
+
+  // If rows were rewritten since `watch` looked, copies again the items that hold some of them, or that failed. Nobody
+  // rewrites under the lock, so all that was copied is of one moment: a row in two items is the same in both.
+  void copy_rewritten(RewriteWatch& watch, const BatchPointers& out, const Patience& patience) {
+    if (!watch.any() || (todo_.empty() && touched(watch).empty())) return;
+    TORCHREPLAY_FAULT("draw.rewritten");
+    const SegmentLock lock(memory_, patience);
+    const std::vector<int> again = touched(watch);
+    todo_.insert(todo_.end(), again.begin(), again.end());
+    std::ranges::sort(todo_);
+    copy(out);
+    watch = RewriteWatch(memory_.header());
+    TORCHREPLAY_FAULT("draw.copied_again");
+  }
+
+  // Of the items that were copied those that hold a row which was rewritten, or is gone by now.
+  std::vector<int> touched(const RewriteWatch& watch) {
+    std::vector<int> copied;
+    size_t failed = 0;
+    for (int i = 0; i < static_cast<int>(items_.size()); i++)
+      if (failed < todo_.size() && todo_[failed] == i)
+        failed++;
+      else
+        copied.push_back(i);
+    copiers_[0]->keep_touched(items_, copied, watch);
+    return copied;
   }
 
   int parts_of(int count, uint64_t bytes) const {

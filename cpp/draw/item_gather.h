@@ -43,6 +43,24 @@ class ItemGather {
     todo.resize(failed);
   }
 
+  // Leaves in `todo` the items that are not what was drawn any more, or have a row that may have been rewritten.
+  void keep_touched(const std::vector<DrawnItem>& items, std::vector<int>& todo, const RewriteWatch& watch) {
+    const int count = static_cast<int>(todo.size());
+    int kept = 0;
+    for (int first = 0; first < count; first += Paths::kBlock) {
+      const int n = std::min(Paths::kBlock, count - first);
+      paths_.trace(items, todo, first);
+      paths_.resolve(items, todo, first, n);
+      goals_.choose(items, todo, first, n, paths_);
+      for (int k = 0; k < n; k++) {
+        bool touched = paths_.steps(k) < 0 || (goals_.relabelled(k) && watch.touches(goals_.row(k).word));
+        paths_.each_row(k, [&](const RowAt& row) { touched |= watch.touches(row.word); });
+        if (touched) todo[kept++] = todo[first + k];
+      }
+    }
+    todo.resize(kept);
+  }
+
   // Whether every row of an item is there, as a copy would look for them. Under the mutex the answer no is for good:
   // links stay, and a row that is overwritten does not come back.
   bool is_whole(const DrawnItem& item) {

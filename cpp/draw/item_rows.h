@@ -50,6 +50,13 @@ class Walker {
 
   bool ends(const RowAt& row) const { return !view_.across && (row.flags & kEnds); }
 
+  // Whether the row before `row` is there, though it may be changing now.
+  bool has_back(const RowAt& row) const {
+    if (!row.prev_key1) return false;
+    return slot_word::key1(memory_.row(memory_.slot_of(row.prev_key1 - 1)).word.load(std::memory_order_relaxed)) ==
+           row.prev_key1;
+  }
+
   bool unchanged(const RowAt& row) const { return load_after_copy(memory_.row(row.slot).word) == row.word; }
 
  private:
@@ -221,7 +228,10 @@ class Goals {
     for (row = anchor; !(row.flags & kFirst);) {
       candidates_.push_back(row);
       RowAt before;
-      if (!walker_.back(row, before)) break;
+      if (!walker_.back(row, before)) {
+        if (walker_.has_back(row)) return false;  // it is being rewritten, or was cleared
+        break;
+      }
       row = before;
     }
     return true;

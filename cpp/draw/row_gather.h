@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "draw/copy.h"
-#include "segment/segment_memory.h"
+#include "segment/row_rewriter.h"
 
 namespace torchreplay {
 
@@ -43,6 +43,14 @@ class RowGather {
       failed = gather_block(first, std::min(kBlock, count - first), failed, out);
     }
     todo.resize(failed);
+  }
+
+  // Leaves in `todo` the items that are not what was drawn any more, or may have been rewritten.
+  void keep_touched(const std::vector<DrawnItem>& items, std::vector<int>& todo, const RewriteWatch& watch) const {
+    std::erase_if(todo, [&](int i) {
+      const uint64_t word = memory_.row(items[i].slot).word.load(std::memory_order_acquire);
+      return slot_word::is_row(word) && slot_word::key1(word) == items[i].key1 && !watch.touches(word);
+    });
   }
 
  private:

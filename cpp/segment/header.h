@@ -87,6 +87,7 @@ enum class Dirty : uint32_t {
   kTree = 1,   // sums
   kLinks = 2,  // everything that follows from the rows
   kSlots = 3,  // one slot of those that an absorption goes through, what is linked with it, and sums
+  kRow = 4,    // the row that the rewrite record names, the leaf of its item, and sums
 };
 
 struct Header {
@@ -160,6 +161,10 @@ struct Header {
   uint32_t import_keeps_limiter;    // 1: the counts are of the limiter that holds
   uint64_t import_seed;
   Counts imported;
+  uint64_t discarded_below;  // no row with this key or a later one was discarded
+
+  // Twice the times that rows were rewritten under the mutex, less one while they are.
+  alignas(kLine) std::atomic<uint64_t> rewrites;
 
   const LimiterConfig& limiter() const { return limiters[limiter_index & 1]; }
 };
@@ -208,6 +213,7 @@ inline void note_draw(Participant& learner, int n) {
 }
 
 inline constexpr uint64_t kFirst = 1, kTerminated = 2, kTruncated = 4, kHasPriority = 8;
+inline constexpr uint64_t kDiscarded = 16;  // nobody draws the item that the row is the anchor of
 inline constexpr uint64_t kEnds = kTerminated | kTruncated;
 
 // The description of a row.
@@ -217,8 +223,9 @@ struct RowMeta {
   float priority = 0;  // raw, meaningful with kHasPriority
 };
 
-// A row's header, at the start of its record. Immutable once the word says done. Rows of a view that links none are by
-// themselves: their records have no more of it than a word and a priority, which is NaN when none was given.
+// A row's header, at the start of its record. Immutable once the word says done, except for what RowRewriter changes.
+// Rows of a view that links none are by themselves: their records have no more of it than a word and a priority, which
+// is NaN when none was given, and -infinity when the row was discarded.
 struct RowHeader {
   std::atomic<uint64_t> word;  // (key + 1) << 16 | writer << 1 | busy; writer 0: void
   std::atomic<float> priority;
@@ -228,6 +235,7 @@ struct RowHeader {
   RowMeta meta(bool linked) const {
     const float given = priority.load(std::memory_order_relaxed);
     if (linked) return {link.load(std::memory_order_relaxed), step.load(std::memory_order_relaxed), given};
+    if (given == kDiscardedPriority) return {kDiscarded, 0, 0};
     return std::isnan(given) ? RowMeta{} : RowMeta{kHasPriority, 0, given};
   }
 
@@ -237,9 +245,20 @@ struct RowHeader {
       step.store(meta.step, std::memory_order_relaxed);
       priority.store(meta.priority, std::memory_order_relaxed);
     } else {
-      priority.store(meta.link & kHasPriority ? meta.priority : NAN, std::memory_order_relaxed);
+      const float given = meta.link & kHasPriority ? meta.priority : NAN;
+      priority.store(meta.link & kDiscarded ? kDiscardedPriority : given, std::memory_order_relaxed);
     }
   }
+
+  void add(uint64_t flags, bool linked) {
+    if (linked)
+      link.store(link.load(std::memory_order_relaxed) | flags, std::memory_order_relaxed);
+    else if (flags & kDiscarded)
+      priority.store(kDiscardedPriority, std::memory_order_relaxed);
+  }
+
+ private:
+  static constexpr float kDiscardedPriority = -std::numeric_limits<float>::infinity();
 };
 static_assert(sizeof(RowHeader) == kLinkedHeaderBytes);
 static_assert(offsetof(RowHeader, step) == kSingleHeaderBytes);
@@ -253,7 +272,9 @@ static_assert(sizeof(Links) == sizeof(uint64_t));
 namespace slot_word {
 inline constexpr uint64_t kBusy = 1;
 inline constexpr uint64_t kLoaded = 0x7fff;  // the writer of rows from a checkpoint: an id that nobody takes
-static_assert(kLoaded >= kMaxParticipants);
+// A row that was rewritten has a stamp in place of its writer: which of so many rewrites was its last.
+inline constexpr uint64_t kFirstStamp = kMaxParticipants, kStamps = kLoaded - kFirstStamp;
+static_assert(kLoaded > kFirstStamp);
 constexpr uint64_t busy(uint64_t key, uint64_t writer) { return (key + 1) << 16 | writer << 1 | kBusy; }
 constexpr uint64_t done(uint64_t key, uint64_t writer) { return (key + 1) << 16 | writer << 1; }
 constexpr uint64_t voided(uint64_t key) { return (key + 1) << 16; }
@@ -261,6 +282,7 @@ constexpr bool is_busy(uint64_t w) { return w & kBusy; }
 constexpr bool is_row(uint64_t w) { return !(w & kBusy) && (w & 0xfffe); }
 constexpr uint64_t key1(uint64_t w) { return w >> 16; }  // key + 1; 0: never written
 constexpr uint64_t writer(uint64_t w) { return (w & 0xffff) >> 1; }
+constexpr bool is_stamped(uint64_t w) { return writer(w) >= kFirstStamp && writer(w) < kLoaded; }
 }  // namespace slot_word
 
 }  // namespace torchreplay

@@ -54,7 +54,7 @@ struct Layout {
   uint64_t record_stride = 0;
   // Offsets of the regions from the start of the segment.
   uint64_t participants = 0, config = 0, records = 0, at = 0, links = 0, drawn = 0, pending = 0, pending_summary = 0,
-           tree = 0;
+           tree = 0, rewrite = 0;
   uint64_t config_bytes = 0, bytes = 0;
 
   // Of everything that two processes must agree on.
@@ -62,7 +62,7 @@ struct Layout {
     Hash h;
     for (uint64_t v : {kFormatVersion, capacity, record_stride, records, at, links, drawn, pending, tree, bytes,
                        uint64_t{view.span}, uint64_t{view.min_steps}, uint64_t{view.stride}, uint64_t{view.history},
-                       uint64_t{view.across}, uint64_t{view.priority_steps}})
+                       uint64_t{view.across}, uint64_t{view.priority_steps}, rewrite})
       h.mix(v);
     for (const Field& f : fields) h.mix(static_cast<uint64_t>(f.element)).mix(f.nbytes).mix(f.offset).mix(f.stride);
     return h.value();
@@ -82,6 +82,18 @@ constexpr uint64_t tight_stride(uint64_t bytes) {
     if (round_up(kLine - align + stride, kLine) / kLine <= lines) return stride;
   }
   return lines * kLine;
+}
+
+// What is written down of a row before it is changed where it lies: its key + 1, flags that it gets, a byte for each
+// field that says whether it changes, and values of all fields, each at a multiple of 8.
+struct RewriteRecord {
+  uint64_t key1;  // 0: nothing is under way
+  uint64_t flags;
+};
+inline uint64_t rewrite_record_bytes(const std::vector<Field>& fields) {
+  uint64_t bytes = sizeof(RewriteRecord) + round_up(fields.size(), sizeof(uint64_t));
+  for (const Field& f : fields) bytes += round_up(f.nbytes, sizeof(uint64_t));
+  return bytes;
 }
 
 // Lays out a segment. Throws std::invalid_argument for a capacity out of range or a size that overflows.
@@ -133,6 +145,7 @@ inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, const Vi
   l.pending = region(words * 8, kLine);
   l.pending_summary = region((words + 63) / 64 * 8, kLine);
   l.tree = region(PriorityTree::bytes(static_cast<int64_t>(capacity), PriorityTree::Largest::kKept));
+  l.rewrite = region(rewrite_record_bytes(l.fields));
   l.bytes = round_up(at, kPage);
   return l;
 }

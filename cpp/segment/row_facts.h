@@ -22,6 +22,13 @@ inline bool read_facts(const SegmentMemory& m, uint64_t slot, uint64_t word, Row
   return load_after_copy(row.word) == word;
 }
 
+// Whether nobody is to draw the item anchored at a slot's absorbed row. The mutex is held.
+inline bool is_discarded(const SegmentMemory& m, uint64_t slot) {
+  const Header& h = m.header();
+  return h.discarded_below && m.at(slot) <= h.discarded_below &&
+         m.row(slot).meta(m.layout().view.linked()).link & kDiscarded;
+}
+
 // Whether a row can have been written where it is: links lead to older rows, and steps count them. What others
 // overwrite meanwhile is not looked at.
 inline bool is_sound(const SegmentMemory& m, uint64_t slot) {
@@ -31,7 +38,7 @@ inline bool is_sound(const SegmentMemory& m, uint64_t slot) {
   if (!slot_word::is_row(word) || !read_facts(m, slot, word, row)) return true;
   if (!(std::isnan(row.priority) || std::isfinite(row.priority))) return false;
   if (!m.layout().view.linked()) return true;
-  if (row.flags > (kFirst | kEnds | kHasPriority) || row.prev_key1 >= slot_word::key1(word)) return false;
+  if (row.flags > (kFirst | kEnds | kHasPriority | kDiscarded) || row.prev_key1 >= slot_word::key1(word)) return false;
   if (row.flags & kFirst) return row.step == 0;
   if (row.prev_key1 == 0 || row.step == 0) return false;
   const uint64_t from = m.slot_of(row.prev_key1 - 1), word_before = word_of(from);

@@ -153,6 +153,8 @@ class SegmentMemory {
   uint64_t* drawn_words() const { return reinterpret_cast<uint64_t*>(base_ + layout_.drawn); }
   uint64_t* pending_words() const { return reinterpret_cast<uint64_t*>(base_ + layout_.pending); }
   uint64_t* pending_summary() const { return reinterpret_cast<uint64_t*>(base_ + layout_.pending_summary); }
+  // Guarded by the mutex.
+  char* rewrite_record() const { return base_ + layout_.rewrite; }
   PriorityTree tree() const {
     using Largest = PriorityTree::Largest;
     const bool kept = header().sampler.initial == Initial::kMaxHeld;

@@ -25,6 +25,8 @@ class Recovery {
   void run(const PriorityTree::GridState* grid = nullptr) {
     alive();
     TORCHREPLAY_FAULT("recover.begun");
+    RowRewriter(memory_).finish();
+    TORCHREPLAY_FAULT("recover.rewritten");
     if (header_.dirty == Dirty::kSlots) {
       pending_.recount();
       tree_.rebuild_largest();
@@ -99,6 +101,7 @@ class Recovery {
     while (streams < c.streams && !header_.streams.compare_exchange_weak(streams, c.streams)) {
     }
     header_.seed = header_.import_seed;
+    header_.discarded_below = header_.import_head;  // some of them may have been
     TORCHREPLAY_FAULT("import.counted");
     initial_.refresh();
     run(&c.grid);
@@ -248,6 +251,7 @@ class Recovery {
     std::vector<bool> complete(memory_.capacity());
     uint64_t without_leaf = 0;
     each_item([&](uint64_t anchor, float) {
+      if (is_discarded(memory_, anchor)) return;
       complete[anchor] = true;
       without_leaf += tree_.leaf(static_cast<int64_t>(anchor)) == 0;
     });

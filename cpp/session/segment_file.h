@@ -75,7 +75,7 @@ class Examination {
 
   void check_word(uint64_t slot) const {
     const uint64_t word = word_of(slot), key1 = slot_word::key1(word), writer = slot_word::writer(word);
-    const bool known = writer < kMaxParticipants || writer == slot_word::kLoaded;
+    const bool known = writer < kMaxParticipants || slot_word::is_stamped(word) || writer == slot_word::kLoaded;
     require_intact(word == 0 || (known && key1 > 0 && key1 <= head_ && memory_.slot_of(key1 - 1) == slot),
                    "word of row " + std::to_string(slot));
   }
@@ -96,6 +96,7 @@ class Examination {
 // everything else anew. O(capacity).
 inline uint64_t settle(SegmentMemory& m) {
   Header& h = m.header();
+  RowRewriter(m).finish();  // before busy rows are taken for half written ones
   h.dirty = Dirty::kLinks;
   kill_fence();
   uint64_t dropped = 0;

@@ -135,15 +135,14 @@ class SegmentLock {
     TORCHREPLAY_FAULT("clear.over");
   }
 
-  // Ends, as a truncation, the episode whose last row has `key`, for the participant `id`: the row gets the flag, and
-  // its field `truncated` becomes true. Items become drawable that only waited for the end. Nothing happens when the
-  // row is gone.
-  void end_episode(uint64_t key, int id, size_t truncated) {
+  // Ends, as a truncation, the episode whose last row has `key`: the row gets the flag, and its field `truncated`
+  // becomes true. Items become drawable that only waited for the end. Nothing happens when the row is gone.
+  void end_episode(uint64_t key, size_t truncated) {
     absorb();
-    Absorber(memory_).end_episode(key, id, truncated);
+    Absorber(memory_).end_episode(key, truncated);
   }
 
- private:
+  // Between two parts of a longer work.
   void let_others_in() {
     header_.gate.note_progress();
     const bool wanted = header_.mutex.wanted();
@@ -152,6 +151,7 @@ class SegmentLock {
     lock();
   }
 
+ private:
   void lock() {
     // Before the mutex is taken: what can fail must not fail with it.
     const uint64_t presence = memory_.presence();

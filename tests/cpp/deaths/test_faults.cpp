@@ -9,6 +9,7 @@
 #include "checkpoint/snapshot.h"
 #include "children.h"
 #include "draw/priority_updater.h"
+#include "draw/rewriter.h"
 #include "explorers.h"
 #include "invariants.h"
 #include "views.h"
@@ -25,6 +26,7 @@ constexpr uint64_t kCapacity = 24;
 std::unique_ptr<SegmentMemory> eventful(const View& view) {
   Plan plan;
   plan.capacity = kCapacity;
+  plan.fields = {{Element::kI64, 8}, {Element::kI64, 24}, {Element::kI64, 2048}};
   plan.view = view;
   plan.sampler.initial = Initial::kMaxHeld;  // the tree keeps more then
   auto m = make_segment(plan);
@@ -48,7 +50,7 @@ std::unique_ptr<SegmentMemory> eventful(const View& view) {
 
 ItemPlan plan_of(const View& view) {
   ItemPlan plan;
-  plan.outputs = {{Output::Kind::kAnchor, 0, 0, 1, 0}};
+  for (uint32_t field = 0; field < 3; field++) plan.outputs.push_back({Output::Kind::kAnchor, field, 0, 1, 0});
   plan.steps = view.span == View::kWholeEpisode ? 1 : std::max(1U, view.span);
   return plan;
 }
@@ -78,8 +80,9 @@ std::map<std::string, uint64_t> rehearse(const View& view, const Body& body) {
   return counts;
 }
 
-// Lets a process die at every point that it comes to, every time, and looks at what the next one makes of it.
-uint64_t die_everywhere(const View& view, const Body& body) {
+// Lets a process die at every point that it comes to, every time, and looks at what the next one makes of it; `judge`
+// at what is left of the rows before others go on.
+uint64_t die_everywhere(const View& view, const Body& body, const Body& judge = [](SegmentMemory&) {}) {
   uint64_t deaths = 0;
   for (const auto& [point, count] : rehearse(view, body))
     for (uint64_t nth = 1; nth <= count; nth++) BOOST_TEST_CONTEXT(point << ", the " << nth << ". time") {
@@ -95,6 +98,7 @@ uint64_t die_everywhere(const View& view, const Body& body) {
         settle(*m);
         std::string v = violation(*m);
         BOOST_REQUIRE_MESSAGE(v.empty(), v);
+        judge(*m);
         // And then life goes on.
         reclaim(*m, 3);
         for (int i = 0; i < 5; i++) Explorer(*m, 4).episode(5);
@@ -144,6 +148,49 @@ void clear(SegmentMemory& m) {
   lock.clear();
 }
 
+std::vector<int64_t> keys_of_rows(const SegmentMemory& m) {
+  std::vector<int64_t> keys;
+  const RowSet rows = RowSet::committed(m);
+  for (const auto& [key, row] : rows.rows()) keys.push_back(static_cast<int64_t>(key));
+  return keys;
+}
+
+constexpr int64_t kNew = int64_t{77} << 40;
+
+// Gives all values of each row another number, which names the row; two calls, of which the second is the last.
+void rewrite(SegmentMemory& m) {
+  const std::vector<int64_t> keys = keys_of_rows(m);
+  for (int64_t round : {0, 1})
+    (void)Rewriter(m).rewrite(static_cast<int64_t>(keys.size()), keys.data(), {0, 1, 2},
+                              [&](int64_t i, size_t f, char* to) {
+                                const int64_t pattern = kNew + 1000 * round + keys[i];
+                                for (uint64_t at = 0; at < m.layout().fields[f].nbytes; at += 8)
+                                  std::memcpy(to + at, &pattern, 8);
+                              });
+}
+
+// Each row has one number in all its values: its old one, which is small, or a new one.
+void require_old_or_new(SegmentMemory& m) {
+  for (const int64_t key : keys_of_rows(m)) {
+    const uint64_t slot = m.slot_of(static_cast<uint64_t>(key));
+    std::set<int64_t> numbers;
+    for (const Field& f : m.layout().fields)
+      for (uint64_t at = 0; at < f.nbytes; at += 8) {
+        int64_t number;
+        std::memcpy(&number, m.value(f, slot) + at, 8);
+        numbers.insert(number);
+      }
+    BOOST_REQUIRE_EQUAL(numbers.size(), 1U);
+    const int64_t number = *numbers.begin();
+    BOOST_REQUIRE(number < kNew || number == kNew + key || number == kNew + 1000 + key);
+  }
+}
+
+void discard(SegmentMemory& m) {
+  const std::vector<int64_t> keys = keys_of_rows(m);
+  (void)Rewriter(m).discard(static_cast<int64_t>(keys.size()), keys.data());
+}
+
 // The episode under way of the explorer whose last row is the newest of the ring.
 void end_episode(SegmentMemory& m) {
   settle(m);
@@ -153,7 +200,7 @@ void end_episode(SegmentMemory& m) {
   for (int i = 0; i < 2; i++) explorer.step();
   {
     SegmentLock lock(m);
-    lock.end_episode(explorer.stream.key1 - 1, id, 0);
+    lock.end_episode(explorer.stream.key1 - 1, 0);
   }
   leave(m, id);
 }
@@ -166,6 +213,14 @@ BOOST_AUTO_TEST_CASE(who_dies_while_it_clears_the_buffer_leaves_one_that_a_survi
 
 BOOST_AUTO_TEST_CASE(a_writer_that_dies_while_it_ends_an_episode_leaves_a_buffer_that_a_survivor_puts_in_order) {
   for (const View& view : {kViews[1], kViews[2], kViews[4]}) BOOST_TEST(die_everywhere(view, end_episode) > 60U);
+}
+
+BOOST_AUTO_TEST_CASE(who_dies_while_it_rewrites_rows_leaves_each_with_its_old_values_or_its_new_ones) {
+  for (const View& view : kViews) BOOST_TEST(die_everywhere(view, rewrite, require_old_or_new) > 200U);
+}
+
+BOOST_AUTO_TEST_CASE(who_dies_while_it_discards_items_leaves_each_drawable_or_discarded_for_good) {
+  for (const View& view : kViews) BOOST_TEST(die_everywhere(view, discard) > 100U);
 }
 
 BOOST_AUTO_TEST_CASE(a_learner_that_dies_at_any_point_leaves_a_buffer_that_a_survivor_puts_in_order) {

@@ -28,7 +28,9 @@ std::vector<Range> ranges_of(const Layout& l) {
                           {"at", l.at, l.at + l.capacity * 8},
                           {"pending", l.pending, l.pending + (l.capacity + 63) / 64 * 8},
                           {"summary", l.pending_summary, l.pending_summary + (l.capacity + 4095) / 4096 * 8},
-                          {"tree", l.tree, l.tree + PriorityTree::bytes(static_cast<int64_t>(l.capacity))}};
+                          {"tree", l.tree, l.tree + PriorityTree::bytes(static_cast<int64_t>(l.capacity))},
+                          {"rewrite", l.rewrite, l.rewrite + 16 + l.fields.size()}};
+  for (const Field& f : l.fields) r.back().end += f.nbytes;
   if (l.view.linked()) r.push_back({"links", l.links, l.links + l.capacity * 8});
   for (uint64_t slot : {uint64_t{0}, l.capacity / 2, l.capacity - 1}) {
     if (slot && slot == l.capacity / 2 && l.capacity <= 2) continue;

@@ -1,6 +1,7 @@
 // Which items can be drawn, worked out from the headers of the rows in memory and nothing else.
 #pragma once
 
+#include <cmath>
 #include <map>
 #include <optional>
 #include <set>
@@ -15,6 +16,7 @@ struct HeldRow {
   uint64_t flags = 0;
   uint32_t step = 0;
   std::optional<float> priority;
+  bool discarded = false;  // nobody is to draw the item anchored there
 
   HeldRow() = default;
   HeldRow(uint64_t link, uint32_t row_step, float given) : prev_key1(link >> 16), flags(link & 0xffff), step(row_step) {
@@ -35,8 +37,11 @@ class RowSet {
     for (uint64_t slot = 0; slot < m.capacity(); slot++) {
       const RowHeader& row = m.row(slot);
       const uint64_t word = row.word.load();
-      if (word % 2 == 0 && word % 65536 != 0)
-        rows.add((word >> 16) - 1, {row.link.load(), row.step.load(), row.priority.load()});
+      if (word % 2 != 0 || word % 65536 == 0) continue;
+      const uint64_t link = m.layout().view.span ? row.link.load() : 0;
+      HeldRow held(link, row.step.load(), row.priority.load());
+      held.discarded = m.layout().view.span ? link & 16 : row.priority.load() == -INFINITY;
+      rows.add((word >> 16) - 1, held);
     }
     return rows;
   }
@@ -53,7 +58,7 @@ class RowSet {
   // Keys of the rows of the item anchored at `key`, from its earliest frame to its end; nothing when one is missing, or
   // when the view has no item there.
   std::optional<std::vector<uint64_t>> item(uint64_t key) const {
-    if (!rows_.contains(key)) return {};
+    if (!rows_.contains(key) || rows_.at(key).discarded) return {};
     if (view_.span == 0) return std::vector{key};
     if (!view_.across && rows_.at(key).step % view_.stride != 0) return {};
     std::vector<uint64_t> keys = {key};
