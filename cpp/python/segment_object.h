@@ -3,6 +3,7 @@
 
 #include "python/learner_calls.h"
 #include "python/properties.h"
+#include "python/rewrite_calls.h"
 #include "python/row_export.h"
 #include "python/row_runs.h"
 #include "python/stats.h"
@@ -172,6 +173,10 @@ inline PyMethodDef methods[] = {
     {"sample_told", fast(sample_told), METH_FASTCALL, nullptr},
     {"gather", fast(gather), METH_FASTCALL, nullptr},
     {"update", fast(update), METH_FASTCALL, nullptr},
+    {"rewrite", fast(rewrite), METH_FASTCALL, nullptr},
+    {"rows_of", rows_of, METH_O, nullptr},
+    {"discard", discard, METH_O, nullptr},
+    {"discard_episode", discard_episode, METH_O, nullptr},
     {"settle", settle, METH_O, nullptr},
     {"checked_keys", checked_keys, METH_O, nullptr},
     {"unissued", unissued_key, METH_O, nullptr},

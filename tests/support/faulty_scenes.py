@@ -108,9 +108,21 @@ class ChangesOfTheGrid(Scene):
             return process.wait()
 
 
+def rewrite_in_vain(buffer):
+    """Gives all rows the values that they have."""
+    keys = buffer.keys(rows=True)
+    slots = keys % buffer.capacity
+    values = tree_map(lambda column: column[slots], buffer.storage)
+    if not isinstance(buffer.view, tr.Rows):
+        values = {name: value for name, value in values.items() if name not in ("terminated", "truncated")}
+    buffer.rewrite(keys, **values)
+
+
 def end_and_clear(lives, buffer, first):
-    """Ends an episode by hand, where there are any, takes all rows away, and writes others."""
+    """Ends an episode by hand, where there are any, discards what there is, takes all rows away, and writes others."""
     lives.write(buffer, first)
+    rewrite_in_vain(buffer)
+    buffer.discard(buffer.keys(rows=True))
     if not isinstance(buffer.view, tr.Rows):
         values = tree_map(lambda field: torch.zeros(field.shape, dtype=field.dtype), buffer.spec)
         observed = {name: values[name] for name in names_of(buffer.view.observation)}
@@ -157,6 +169,18 @@ class OvertakenDraw(Scene):
         with start(live, self.lives, self.buffer, self.new_index(), faults=[fault]) as process:
             if await_stop(process):
                 self.turn_the_ring()
+                process.signal(signal.SIGCONT)
+            return process.wait()
+
+
+class RewrittenDraw(Scene):
+    """The rows of a batch are rewritten between the draw and their copy."""
+
+    def play(self, start):
+        fault = Fault("draw.drawn", stop=True)
+        with start(live, self.lives, self.buffer, self.new_index(), faults=[fault]) as process:
+            if await_stop(process):
+                rewrite_in_vain(self.buffer)
                 process.signal(signal.SIGCONT)
             return process.wait()
 
@@ -430,6 +454,7 @@ OF_ROWS = {
     "after a death in a row": after_a_death_at("append.header"),
     "beside a stopped explorer": BesideAStoppedExplorer,
     "in an overtaken draw": OvertakenDraw,
+    "in a draw of rows that are rewritten": RewrittenDraw,
     "ahead of a learner": OutrunsALearner,
     "in waits": Waits,
     "in a load": Load,

@@ -13,6 +13,7 @@ __all__ = [
     "pending_updates",
     "prefetch",
     "replay_buffer",
+    "rewriting",
     "stats",
     "tree_summary",
     "writer",

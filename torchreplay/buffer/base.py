@@ -206,6 +206,22 @@ class Replay(WritableReplay):
         """Waits for the TD errors that are on their way, and sees them applied."""
 
     @abstractmethod
+    def rewrite(self, keys: ReplayBatch | Any, /, **fields: Any) -> int:
+        """Sets fields of rows that are there; returns how many rows."""
+
+    @abstractmethod
+    def rows_of(self, batch_or_keys: ReplayBatch | Any) -> torch.Tensor:
+        """Returns the keys of the rows that items consist of."""
+
+    @abstractmethod
+    def discard(self, batch_or_keys: ReplayBatch | Any) -> int:
+        """Takes items out of all draws to come; returns how many."""
+
+    @abstractmethod
+    def discard_episode(self, key: int) -> int:
+        """Takes the items of a whole episode out of all draws to come; returns of how many rows."""
+
+    @abstractmethod
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Saves it while others go on writing and drawing."""
 

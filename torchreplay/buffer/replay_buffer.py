@@ -22,6 +22,7 @@ from torchreplay.buffer.inspection import StorageView, histograms, smallest_prio
 from torchreplay.buffer.local_sampler import LocalSampler, Missing
 from torchreplay.buffer.local_source import LocalSource
 from torchreplay.buffer.notices import warn_of_uniform
+from torchreplay.buffer.rewriting import anchors, episode_key, rewriting
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Autoreset, Writer, streams_of
 from torchreplay.checkpoint.archive import is_file, opened_archive, save_archive
@@ -401,6 +402,99 @@ class ReplayBuffer(Replay):
             ValueError: Some are NaN or infinite: they are dropped, and the others applied.
         """
         self._sampler.flush()
+
+    # Changing what is there
+
+    def rewrite(self, keys: ReplayBatch | Any, /, **fields: Any) -> int:
+        """Sets fields of rows that are there, from any process, while others write and draw.
+
+        A batch has a row's old values or its new ones, over all fields of one call. If the calling process dies, each
+        row has one or the other. Batches that are drawn already, also by a `ReplayDataset` ahead, keep what they have.
+        n-step returns are computed when a batch is drawn, so they use the new rewards. Priorities stay: feed TD errors
+        back where the new values change them.
+
+        Keys name rows. Under a view that links rows an item has several: `rows_of` says which. There the values of a
+        step lie in the row that the step has written, behind the observation that it led to.
+
+        >>> buffer = tr.ReplayBuffer({"obs": tr.Field((3,)), "reward": tr.Field()}, capacity=100)
+        >>> keys = buffer.extend(obs=torch.zeros(5, 3), reward=torch.zeros(5))
+        >>> buffer.rewrite(keys[:2], reward=[1.0, 2.0])
+        2
+        >>> buffer.gather(keys)["reward"].tolist()
+        [1.0, 2.0, 0.0, 0.0, 0.0]
+
+        Args:
+            keys: Integer keys of rows `[n]`. Under `Rows()` also a batch of this buffer. Of equal keys the last wins.
+            **fields: Values `[n, *shape]` for one or several fields, nested ones in dicts that may name a part.
+
+        Returns:
+            How many rows got the values: rows that were overwritten have not.
+
+        Raises:
+            ValueError: A field is unknown, its values do not fit, or it says where episodes end. A key was never
+                issued, or the batch is of another buffer, or of a view that links rows. Nothing is changed.
+            RuntimeError: The buffer is closed, or is being restored.
+        """
+        return self._segment.rewrite(*rewriting(self._config, self._nonce, keys, fields))
+
+    def rows_of(self, batch_or_keys: ReplayBatch | Any) -> torch.Tensor:
+        """Returns the keys of the rows that items consist of, from the anchor on.
+
+        `buffer.rewrite(buffer.rows_of(batch)[:, 1], reward=...)` sets the reward of the step that each item of
+        `Transitions(n_step=1)` begins with. Frames before the anchor, which a stack shows, are left out.
+
+        Args:
+            batch_or_keys: A batch of this buffer, or integer keys `[n]` of anchors.
+
+        Returns:
+            int64 `[n, steps + 1]`, -1 where the item has no such row (any more); `[n, 1]` under `Rows()`.
+
+        Raises:
+            ValueError: The keys are no integers `[n]`, or one was never issued; or the batch is of another buffer.
+        """
+        return self._segment.rows_of(anchors(self._nonce, batch_or_keys))
+
+    def discard(self, batch_or_keys: ReplayBatch | Any) -> int:
+        """Takes items out of all draws to come, for every process and every checkpoint.
+
+        Their rows stay as parts of other items, and go when the ring turns. TD errors for them are dropped and counted
+        (`stats().unready_updates`). Batches that are drawn already, also by a `ReplayDataset` ahead, keep them.
+
+        >>> buffer = tr.ReplayBuffer({"obs": tr.Field((3,))}, capacity=100)
+        >>> keys = buffer.extend(obs=torch.zeros(5, 3))
+        >>> buffer.discard(keys[1:3])
+        2
+        >>> buffer.keys().tolist()
+        [0, 3, 4]
+
+        Args:
+            batch_or_keys: A batch of this buffer, or integer keys `[n]` of anchors.
+
+        Returns:
+            How many: those whose rows were overwritten before do not count.
+
+        Raises:
+            ValueError: A key was never issued, or the batch is of another buffer. Nothing is changed.
+            RuntimeError: The buffer is closed, or is being restored.
+        """
+        return self._segment.discard(anchors(self._nonce, batch_or_keys))
+
+    def discard_episode(self, key: int) -> int:
+        """Does what `discard` does to all rows there are of one episode.
+
+        Steps that come later are not discarded: end the episode first, such as by `writer.end_episode()`.
+
+        Args:
+            key: Of one of its rows.
+
+        Returns:
+            Of how many rows; 0 where the row is gone.
+
+        Raises:
+            ValueError: The key was never issued, or the view links no rows.
+            RuntimeError: The buffer is closed, or is being restored.
+        """
+        return self._segment.discard_episode(episode_key(self._config, key))
 
     def clear(self) -> None:
         """Takes all rows away, for every process. O(capacity).

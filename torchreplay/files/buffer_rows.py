@@ -67,6 +67,7 @@ class BufferRows(StoredRows):
         self.keys = _keys_of(words[self._slots])
         order = np.argsort(self.keys, kind="stable")
         self._slots, self.keys = self._slots[order], self.keys[order]
+        self._words = words[self._slots]
 
     @property
     def _record(self) -> int:
@@ -87,10 +88,9 @@ class BufferRows(StoredRows):
         return as_tensor(self._column(raw_dtype(field.dtype), field.shape, offset, stride)[slots], field.dtype)
 
     def gone(self, at: Positions) -> NDArray[np.bool_]:
-        """Returns which of these rows were overwritten since the file was opened."""
+        """Returns which of these rows were overwritten, or rewritten, since the file was opened."""
         words = self._column(np.dtype(np.uint64), (), self._regions["records"], self._record)
-        now = words[self._slots[at]]
-        changed: NDArray[np.bool_] = ~_is_whole(now) | (_keys_of(now) != self.keys[at])
+        changed: NDArray[np.bool_] = words[self._slots[at]] != self._words[at]
         return changed
 
     def state(self) -> str:

@@ -46,7 +46,7 @@ class StoredRows(ABC):
 
     @abstractmethod
     def gone(self, at: Positions) -> NDArray[np.bool_]:
-        """Returns bool `[m]`: which of these rows were overwritten since the file was opened."""
+        """Returns bool `[m]`: which of these rows were overwritten, or rewritten, since the file was opened."""
 
     def __len__(self) -> int:
         return len(self.keys)

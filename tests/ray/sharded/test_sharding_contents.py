@@ -52,6 +52,35 @@ def test_priorities_are_the_td_errors_that_were_fed_back(cluster):
             replay.priorities(keys + 1000)
 
 
+def test_rows_are_rewritten_and_discarded_each_in_its_own_shard(cluster):
+    with ShardedReplay(SPEC, 100, seed=1) as replay:
+        here = replay.extend(**rows_of(0, 5))
+        there = cluster.ray.get(cluster.ray.remote(write).options(**cluster.on(1)).remote(replay, 1, 0, 4))
+        keys = torch.cat([here, torch.tensor(there)])
+        name = next(iter(SPEC))
+        new = torch.full((4,), 7)
+        before = replay.gather(keys)
+        chosen = keys[[8, 1, 6, 1]]
+        assert replay.rewrite(chosen, **{name: new}) == 3
+        after = replay.gather(keys)
+        expected = before[name].clone()
+        for key in chosen.tolist():
+            expected[before["key"] == key] = 7
+        assert torch.equal(after[name], expected)
+        assert replay.rows_of(chosen).tolist() == chosen[:, None].tolist()
+        for given, fields, error in (
+            (keys + 1000, {name: new}, "never issued"),
+            (chosen, {name: new[:3]}, "got 3 values, expected one for each of the 4 keys"),
+            (chosen, {"other": new}, "unknown field 'other'"),
+        ):
+            with pytest.raises(ValueError, match=error):
+                replay.rewrite(given, **fields)
+        assert replay.discard(chosen) == 3
+        assert sorted(replay.keys().tolist()) == sorted(set(keys.tolist()) - set(chosen.tolist()))
+        with pytest.raises(ValueError, match="its rows belong to no episode"):
+            replay.discard_episode(keys[0])
+
+
 LIMITERS = {
     tr.MinSize(6): 6,
     tr.SamplesPerInsert(1.0, min_size=6, tolerance=0.5): 7,  # inserted - 4 drawn is at least 6 - 50 %

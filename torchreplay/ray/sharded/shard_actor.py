@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -162,6 +162,22 @@ class Shard:
     def priorities(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
         """Returns raw priorities as `ReplayBuffer.priorities` does, of keys of this shard's own that were checked."""
         return self._buffer.priorities(keys).numpy()
+
+    def rewrite(self, keys: NDArray[np.int64], fields: dict[str, Any]) -> int:
+        """Sets fields of the shard's own rows; keys and values were checked. Returns how many."""
+        return self._buffer.rewrite(keys, **fields)
+
+    def rows_of(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the rows of items as `ReplayBuffer.rows_of` does, all keys being the shard's own."""
+        return self._buffer.rows_of(keys).numpy()
+
+    def discard(self, keys: NDArray[np.int64]) -> int:
+        """Discards items by the shard's own keys, which were checked. Returns how many."""
+        return self._buffer.discard(keys)
+
+    def discard_episode(self, key: int) -> int:
+        """Discards the episode of the shard's own row. Returns how many rows it has."""
+        return self._buffer.discard_episode(key)
 
     def histograms(self, bins: int) -> dict[str, torch.Tensor]:
         """Returns the buffer's own."""

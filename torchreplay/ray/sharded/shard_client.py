@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,6 +27,7 @@ from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport
 from torchreplay.ray.sharded.shard_table import LostShard, ShardEntry, ShardTable
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.limiters import Limiter, MinSize
+from torchreplay.schema.spec import Path, nest
 from torchreplay.segment.ray_node import ray_node
 from torchreplay.segment.waits import UNNAMED, Wait
 
@@ -282,17 +283,43 @@ class ShardClient:
 
     def priorities(self, keys: NDArray[np.int64]) -> torch.Tensor:
         """Does what `ShardedReplay.priorities` does, for keys that were issued."""
+        raw = np.full(len(keys), np.nan, np.float32)
+        for mine, priorities in self._ask_of(keys, lambda actor, own, _: actor.priorities.remote(own)):
+            raw[mine] = priorities
+        return torch.from_numpy(raw)
+
+    def rewrite(self, keys: NDArray[np.int64], fields: Mapping[Path, torch.Tensor]) -> int:
+        """Does what `ShardedReplay.rewrite` does, for keys that were issued and values `[n, *shape]` that fit."""
+
+        def ask(actor: Any, own: NDArray[np.int64], mine: NDArray[np.bool_]) -> Any:
+            return actor.rewrite.remote(own, nest({path: values[mine] for path, values in fields.items()}))
+
+        return sum(changed for _, changed in self._ask_of(keys, ask))
+
+    def rows_of(self, keys: NDArray[np.int64], width: int) -> torch.Tensor:
+        """Does what `ShardedReplay.rows_of` does, for keys that were issued of items of `width` rows."""
+        rows = np.full((len(keys), width), -1, np.int64)
+        for mine, own in self._ask_of(keys, lambda actor, own, _: actor.rows_of.remote(own)):
+            rows[mine] = np.where(own < 0, own, own + (keys[mine, None] - unpack(keys[mine, None])[1]))
+        return torch.from_numpy(rows)
+
+    def discard(self, keys: NDArray[np.int64]) -> int:
+        """Does what `ShardedReplay.discard` does, for keys that were issued."""
+        return sum(n for _, n in self._ask_of(keys, lambda actor, own, _: actor.discard.remote(own)))
+
+    def discard_episode(self, keys: NDArray[np.int64]) -> int:
+        """Does what `ShardedReplay.discard_episode` does, for one key that was issued."""
+        return sum(n for _, n in self._ask_of(keys, lambda actor, own, _: actor.discard_episode.remote(int(own[0]))))
+
+    def _ask_of(
+        self, keys: NDArray[np.int64], ask: Callable[[Any, NDArray[np.int64], NDArray[np.bool_]], Any]
+    ) -> list[tuple[NDArray[np.bool_], Any]]:
+        """Asks the shards of `keys`, each for its own; returns which those are and the answer, without lost shards."""
         numbers, own = unpack(keys)
         entries = self.look().entries
-        calls = {
-            number: entries[number].actor.priorities.remote(own[numbers == number])
-            for number in np.unique(numbers).tolist()
-            if number in entries
-        }
-        raw = np.full(len(keys), np.nan, np.float32)
-        for number, priorities in self.calls.collect(calls).items():
-            raw[numbers == number] = priorities
-        return torch.from_numpy(raw)
+        masks = {number: numbers == number for number in np.unique(numbers).tolist() if number in entries}
+        calls = {number: ask(entries[number].actor, own[mine], mine) for number, mine in masks.items()}
+        return [(masks[number], answer) for number, answer in self.calls.collect(calls).items()]
 
     def update(self, number: int, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Any:
         """Has TD errors `[n]` applied by a shard to its own keys `[n]`, after the draws that it was asked for.

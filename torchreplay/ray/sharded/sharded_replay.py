@@ -10,11 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from torchreplay.buffer.base import Replay
 from torchreplay.buffer.local_sampler import MISSING, Missing, require_all
 from torchreplay.buffer.notices import warn_of_uniform
+from torchreplay.buffer.rewriting import episode_key, rewriting
 from torchreplay.buffer.writer import Autoreset
 from torchreplay.checkpoint.directory import with_description
 from torchreplay.errors import CheckpointError, Stopped
@@ -29,6 +32,7 @@ from torchreplay.ray.sharded.coordinator_client import (
 from torchreplay.ray.sharded.local_shard import ShardWriter
 from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.remote_shard import RemoteShard, RemoteShardWriter
+from torchreplay.ray.sharded.row_values import values_of_rows
 from torchreplay.ray.sharded.save_restore import capacities_for, restore_shards, save_shards
 from torchreplay.ray.sharded.shard_client import ShardClient
 from torchreplay.ray.sharded.shard_feedback import ShardFeedback
@@ -291,6 +295,42 @@ class ShardedReplay(Replay):
             ValueError: Some that came from a device are NaN or infinite: they are dropped, and the others applied.
         """
         self._feedback.flush()
+
+    # Changing what is there
+
+    def rewrite(self, keys: ReplayBatch | Any, /, **fields: Any) -> int:
+        """Sets fields of rows that are there, each in its own shard, as `ReplayBuffer.rewrite` does.
+
+        All values are checked before any is sent. Rows that are lost with their shard do not count.
+        """
+        self._require_open()
+        wanted, values = rewriting(self._config, self._nonce, keys, fields)
+        own = self._issued(wanted)
+        return self._shards.rewrite(own, values_of_rows(self._config, len(own), values))
+
+    def rows_of(self, batch_or_keys: ReplayBatch | Any) -> torch.Tensor:
+        """Returns the keys of the rows that items consist of, as `ReplayBuffer.rows_of` does."""
+        self._require_open()
+        plan = self._config.view.plan(self._config.fields)
+        return self._shards.rows_of(self._issued(batch_or_keys), 1 if plan is None else plan.steps + 1)
+
+    def discard(self, batch_or_keys: ReplayBatch | Any) -> int:
+        """Takes items out of all draws to come, as `ReplayBuffer.discard` does.
+
+        Draws that are under way may still bring them.
+        """
+        self._require_open()
+        return self._shards.discard(self._issued(batch_or_keys))
+
+    def discard_episode(self, key: int) -> int:
+        """Takes the items of a whole episode out of all draws to come, as `ReplayBuffer.discard_episode` does."""
+        self._require_open()
+        return self._shards.discard_episode(self._issued([episode_key(self._config, key)]))
+
+    def _issued(self, batch_or_keys: ReplayBatch | Any) -> NDArray[np.int64]:
+        keys = self._feedback.checked_keys(batch_or_keys)
+        self._feedback.require_issued(keys)
+        return keys
 
     def clear(self) -> None:
         """Takes the rows of all shards away, for every process, as `ReplayBuffer.clear` does.

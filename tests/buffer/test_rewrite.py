@@ -1,0 +1,305 @@
+"""`rewrite`, `rows_of`, `discard` and `discard_episode`: rows that are there get other values, or are drawn no more."""
+
+import multiprocessing
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+from scalar_steps import STEPS
+
+import torchreplay as tr
+
+SPEC = {"x": tr.Field((3,)), "nest": {"a": tr.Field((), torch.int64), "b": tr.Field((), torch.uint8)}}
+
+
+def filled(n=10, **options):
+    buffer = tr.ReplayBuffer(SPEC, 10, seed=3, **options)
+    buffer.extend(x=np.zeros((n, 3)), nest={"a": np.arange(n), "b": np.zeros(n, np.uint8)})
+    return buffer
+
+
+def stepped(view, capacity=40, **options):
+    """Two episodes of five and four steps, the first one ended; rewards are 1, 2, 3, ..."""
+    buffer = tr.ReplayBuffer(STEPS, capacity, view=view, seed=3, **options)
+    writer, reward, keys = buffer.writer(), 0.0, []
+    for steps, ended in ((5, True), (4, False)):
+        keys.append([int(writer.reset(obs=0))])
+        for i in range(1, steps + 1):
+            reward += 1
+            done = ended and i == steps
+            keys[-1].append(int(writer.step(obs=i, action=i, reward=reward, terminated=done, truncated=False)))
+    return buffer, keys
+
+
+def test_rows_get_the_values_given_and_keep_all_others():
+    buffer = filled()
+    assert buffer.rewrite([7, 2], x=torch.tensor([[1.0, 2, 3], [4, 5, 6]]), nest={"b": [200, 100]}) == 2
+    batch = buffer.gather(buffer.keys())
+    expected = torch.zeros(10, 3)
+    expected[7], expected[2] = torch.tensor([1.0, 2, 3]), torch.tensor([4.0, 5, 6])
+    assert torch.equal(batch["x"], expected)
+    assert batch["nest"]["a"].tolist() == list(range(10))
+    assert batch["nest"]["b"].tolist() == [0, 0, 100, 0, 0, 0, 0, 200, 0, 0]
+
+
+def test_rows_that_are_gone_are_counted_out_and_of_equal_keys_the_last_wins():
+    buffer = filled()
+    buffer.extend(x=np.zeros((2, 3)), nest={"a": [10, 11], "b": [0, 0]})
+    assert buffer.rewrite([0, 5, 1, 5], nest={"a": [70, 71, 72, 73]}) == 1
+    assert buffer.gather([5, 10, 11])["nest"]["a"].tolist() == [73, 10, 11]
+
+
+def test_values_are_cast_by_the_rule_of_writes():
+    buffer = filled()
+    assert buffer.rewrite(np.array([1], np.int32), x=np.ones((1, 3), np.float16)) == 1
+    assert buffer.gather([1])["x"].tolist() == [[1, 1, 1]]
+    assert buffer.rewrite([], x=np.zeros((0, 3))) == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "fields", "error"),
+    [
+        ([1], {}, r"rewrite\(\) got no field: give values by the field's name"),
+        ([1], {"y": [1]}, r"unknown field 'y': expected some of 'x', 'nest'; nothing was changed"),
+        ([1], {"nest": {"c": [1]}}, r"unknown field 'nest/c': expected some of 'nest/a', 'nest/b'"),
+        ([1], {"nest": [1]}, r"field 'nest' is nested: expected a dict, got"),
+        ([1], {"x": np.zeros((1, 4))}, r"field 'x': got .*, expected float32 of shape \(n, 3\)"),
+        ([1, 2], {"x": np.zeros((3, 3))}, r"field 'x': got 3 values, expected one for each of the 2 keys"),
+        ([1], {"nest": {"a": [1.5]}}, r"field 'nest/a': .* does not cast to int64"),
+        ([1], {"nest": {"b": [300]}}, r"field 'nest/b': got 300, which uint8 does not hold"),
+        ([1, 10], {"nest": {"a": [5, 5]}}, r"key 10 at index 1 was never issued by this buffer: expected 0 to 9"),
+        ([-1], {"nest": {"a": [5]}}, r"key -1 at index 0 was never issued"),
+        ([1.5], {"nest": {"a": [5]}}, r"the keys are .*, expected int64 of shape \(n,\)"),
+        ("xy", {"nest": {"a": [5]}}, r"the keys are .*, expected int64"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(keys, fields, error):
+    buffer = filled()
+    before = buffer.gather(buffer.keys())
+    with pytest.raises(ValueError, match=error):
+        buffer.rewrite(keys, **fields)
+    after = buffer.gather(buffer.keys())
+    assert torch.equal(before["x"], after["x"])
+    assert torch.equal(before["nest"]["a"], after["nest"]["a"])
+
+
+def test_a_batch_names_its_rows_unless_items_have_several():
+    buffer = filled()
+    batch = buffer.gather([3, 4])
+    assert buffer.rewrite(batch, nest={"a": [30, 40]}) == 2
+    assert buffer.gather([3, 4])["nest"]["a"].tolist() == [30, 40]
+    with filled() as other, pytest.raises(ValueError, match="drawn from another buffer"):
+        other.rewrite(batch, nest={"a": [30, 40]})
+    linked, _ = stepped(tr.Transitions())
+    with pytest.raises(ValueError, match=r"items have several rows under Transitions: give keys of rows"):
+        linked.rewrite(linked.gather(linked.keys()), reward=np.zeros(9))
+
+
+@pytest.mark.parametrize("field", ["terminated", "truncated"])
+@pytest.mark.parametrize("view", [tr.Transitions(), tr.Sequences(2)])
+def test_where_episodes_end_is_not_rewritten(view, field):
+    buffer, keys = stepped(view)
+    with pytest.raises(ValueError, match=f"field '{field}' says where episodes end.*discard_episode"):
+        buffer.rewrite(keys[0][:1], **{field: [True]})
+
+
+def test_n_step_returns_use_the_new_rewards():
+    buffer, _ = stepped(tr.Transitions(n_step=3, gamma=0.5))
+    anchors = buffer.keys()
+    rows = buffer.rows_of(anchors)
+    rewards = {int(key): 10.0 * int(key) for key in rows[:, 1:].flatten() if key >= 0}
+    assert buffer.rewrite(list(rewards), reward=list(rewards.values())) == len(rewards)
+    batch = buffer.gather(anchors)
+    expected = [sum(0.5**k * rewards[int(key)] for k, key in enumerate(row[1:]) if key >= 0) for row in rows]
+    assert batch["reward"].tolist() == expected
+
+
+def test_rows_of_items_are_the_anchor_and_the_steps_behind_it():
+    buffer, (first, second) = stepped(tr.Transitions(n_step=2))
+    assert buffer.rows_of([first[0], first[4], second[2]]).tolist() == [
+        first[0:3],
+        [first[4], first[5], -1],
+        second[2:5],
+    ]
+    assert buffer.rows_of(buffer.gather([first[1]])).tolist() == [first[1:4]]
+    assert filled().rows_of([4, 5]).tolist() == [[4], [5]]
+    with pytest.raises(ValueError, match="key 99 at index 0 was never issued"):
+        buffer.rows_of([99])
+
+
+def test_a_batch_keeps_the_values_of_when_it_was_drawn():
+    buffer = filled()
+    batch = buffer.sample(8)
+    stream = iter(tr.ReplayDataset(buffer, 8, prefetch=2))
+    ahead = next(stream)
+    buffer.rewrite(buffer.keys(), x=np.ones((10, 3)))
+    assert not batch["x"].any()
+    assert not ahead["x"].any()
+    assert buffer.sample(8)["x"].all()
+    stream.close()
+
+
+def test_priorities_and_counts_stay():
+    buffer = filled(sampler=tr.Prioritized())
+    buffer.update_priorities(buffer.keys(), np.arange(10) + 1.0)
+    before, stats = buffer.priorities(buffer.keys()), buffer.stats()
+    buffer.rewrite(buffer.keys(), x=np.ones((10, 3)))
+    assert torch.equal(buffer.priorities(buffer.keys()), before)
+    assert buffer.stats().inserted == stats.inserted
+
+
+@pytest.mark.parametrize("sampler", [tr.Uniform(), tr.Prioritized()])
+@pytest.mark.parametrize("view", [tr.Transitions(n_step=2), tr.Sequences(2)])
+def test_a_discarded_item_is_drawn_no_more_whatever_comes(tmp_path, sampler, view):
+    buffer, (first, second) = stepped(view, sampler=sampler)
+    gone = buffer.keys()[[0, 2]].tolist()
+    left = [key for key in buffer.keys().tolist() if key not in gone]
+    assert buffer.discard(gone) == 2
+    if isinstance(sampler, tr.Prioritized):
+        buffer.update_priorities(gone, [9.0, 9.0])
+        assert buffer.stats().unready_updates == 2
+    buffer.save(tmp_path / "saved")
+    for kept in (buffer, buffer.copy(), tr.ReplayBuffer.load(tmp_path / "saved")):
+        assert kept.keys().tolist() == left
+        assert set(kept.sample(3)["key"].tolist()) <= set(left)
+        assert kept.num_items == len(left)
+        assert kept.gather(gone)["key"].tolist() == []
+        assert set(first + second) == set(kept.keys(rows=True).tolist())  # rows stay until the ring turns
+
+
+def test_a_discarded_row_of_a_file_stays_so_when_all_processes_were_killed(tmp_path):
+    path = tmp_path / "ring"
+
+    def die():
+        buffer = filled(path=path)
+        buffer.discard([3, 4])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = multiprocessing.get_context("fork").Process(target=die)
+    child.start()
+    child.join()
+    with tr.ReplayBuffer.open(path) as buffer:
+        assert buffer.keys().tolist() == [0, 1, 2, 5, 6, 7, 8, 9]
+
+
+def test_slots_of_discarded_rows_take_new_ones():
+    buffer = filled()
+    assert buffer.discard(buffer.gather([0, 1])) == 2
+    assert buffer.discard([0]) == 1
+    buffer.extend(x=np.zeros((2, 3)), nest={"a": [0, 0], "b": [0, 0]})
+    assert buffer.keys().tolist() == list(range(2, 12))
+    assert buffer.discard([0, 1, 2]) == 1
+
+
+def test_an_item_that_is_not_complete_yet_can_be_discarded():
+    buffer, _ = stepped(tr.Transitions(n_step=2))
+    writer = buffer.writer()
+    key = writer.reset(obs=0)
+    assert buffer.discard([int(key)]) == 1
+    for i in range(3):
+        writer.step(obs=i, action=i, reward=0.0, terminated=i == 2, truncated=False)
+    assert buffer.keys().tolist()[-2:] == [int(key) + 1, int(key) + 2]
+
+
+@pytest.mark.parametrize("view", [tr.Transitions(n_step=2), tr.Sequences(2), tr.Sequences(2, across_episodes=True)])
+def test_an_episode_is_discarded_with_all_its_rows(view):
+    buffer, (first, second) = stepped(view)
+    assert buffer.discard_episode(first[3]) == len(first)
+    assert set(buffer.keys().tolist()) <= set(second)
+    assert buffer.discard_episode(second[0]) == len(second)
+    assert buffer.num_items == 0
+    with pytest.raises(tr.WouldBlockForever):
+        buffer.sample(1)
+
+
+def test_an_episode_whose_row_is_gone_is_left_alone_and_keys_are_checked():
+    buffer, (first, _) = stepped(tr.Transitions(), capacity=8)
+    assert buffer.discard_episode(first[0]) == 0
+    with pytest.raises(ValueError, match="key 50 at index 0 was never issued"):
+        buffer.discard_episode(50)
+    with pytest.raises(ValueError, match="expected the key of one row, an integer"):
+        buffer.discard_episode([1])
+    with pytest.raises(ValueError, match=r"the view is Rows\(\): its rows belong to no episode; discard\(keys\)"):
+        filled().discard_episode(0)
+    with pytest.raises(ValueError, match="key 77 at index 0 was never issued"):
+        buffer.discard([77])
+
+
+def test_a_closed_buffer_says_so():
+    buffer = filled()
+    buffer.close()
+    for call in (
+        lambda: buffer.rewrite([1], nest={"a": [1]}),
+        lambda: buffer.discard([1]),
+        lambda: buffer.rows_of([1]),
+    ):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+
+
+def rewrite_all(buffer, over):
+    keys, call = buffer.keys(rows=True), 0
+    while not over.is_set():
+        call += 1
+        new = np.arange(len(keys)) + 1000.0 * call
+        buffer.rewrite(keys, reward=new, obs=np.repeat(new[:, None], 64, 1), action=new)
+
+
+def test_batches_beside_another_process_that_rewrites_all_rows_have_one_version_of_each():
+    spec = {
+        "obs": tr.Field((64,), torch.float64),
+        "action": tr.Field((), torch.float64),
+        "reward": tr.Field((), torch.float64),
+        "row": tr.Field((), torch.int64),
+        "terminated": tr.Field((), torch.bool),
+        "truncated": tr.Field((), torch.bool),
+    }
+    with tr.ReplayBuffer(spec, 64, view=tr.Sequences(4, stride=1), seed=5) as buffer:
+        ends = np.zeros(63, bool)
+        steps = {
+            "action": np.zeros(63),
+            "reward": np.zeros(63),
+            "row": np.arange(63),
+            "terminated": ends,
+            "truncated": ends,
+        }
+        buffer.extend(obs=np.zeros((64, 64)), **steps)
+        over = multiprocessing.get_context("fork").Event()
+        child = multiprocessing.get_context("fork").Process(target=rewrite_all, args=(buffer, over))
+        child.start()
+        calls = set()
+        try:
+            while len(calls) < 50:  # of which batches had values
+                batch = buffer.sample(16)
+                action, reward, row = (batch[name].flatten() for name in ("action", "reward", "row"))
+                assert torch.equal(action, reward)
+                assert torch.equal(batch["obs"][:, 1:].flatten(0, 1), reward[:, None].expand(-1, 64))
+                of_row = dict(zip(row.tolist(), reward.tolist(), strict=True))
+                assert [of_row[key] for key in row.tolist()] == reward.tolist()
+                calls |= set((reward // 1000).tolist())
+        finally:
+            over.set()
+            child.join()
+
+
+def test_writers_get_on_beside_one_who_rewrites_and_no_row_is_lost():
+    buffer = filled()
+    over = threading.Event()
+
+    def rewrite():
+        while not over.is_set():
+            keys = buffer.keys(rows=True)
+            buffer.rewrite(keys, x=np.ones((len(keys), 3)))
+
+    thread = threading.Thread(target=rewrite)
+    thread.start()
+    for i in range(500):
+        buffer.extend(x=np.zeros((1, 3)), nest={"a": [i], "b": [0]})
+    over.set()
+    thread.join()
+    batch = buffer.gather(buffer.keys())
+    assert batch["nest"]["a"].tolist()[-1] == 499
+    assert buffer.stats().rows_written == 510

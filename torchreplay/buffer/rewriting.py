@@ -1,0 +1,58 @@
+"""What may be rewritten and dropped: checks that are the same for a buffer and for shards."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torchreplay.schema.batch import keys_of
+from torchreplay.schema.config import Config
+
+
+def rewriting(config: Config, nonce: int, keys: Any, fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Returns the keys and values of `rewrite`, checked as far as the view goes.
+
+    Raises:
+        ValueError: There is no field, one says where episodes end, or `keys` is a batch of items, not of rows.
+    """
+    roles = config.view.roles(config.fields)
+    if not fields:
+        raise ValueError("rewrite() got no field: give values by the field's name, such as reward=[0.5, 1.0]")
+    if roles is not None:
+        if isinstance(keys, dict):
+            raise ValueError(
+                f"rewrite() got a batch, whose items have several rows under {type(config.view).__name__}: give keys "
+                f"of rows, such as buffer.rows_of(batch)[:, 1] for the steps taken at the anchors"
+            )
+        paths = list(config.fields)
+        for end in (paths[roles.terminated], paths[roles.truncated]):
+            if names_field(fields, end):
+                raise ValueError(
+                    f"field {'/'.join(end)!r} says where episodes end, and items follow from that: it cannot be "
+                    f"rewritten; drop the episode with discard_episode(key), and write it again"
+                )
+    return anchors(nonce, keys), fields
+
+
+def anchors(nonce: int, batch_or_keys: Any) -> Any:
+    """Returns the keys of a batch, or the keys; raises ValueError for a batch of another buffer."""
+    return keys_of(batch_or_keys, nonce) if isinstance(batch_or_keys, dict) else batch_or_keys
+
+
+def episode_key(config: Config, key: Any) -> int:
+    """Returns the key of `discard_episode`; raises ValueError if it is none, or the view links no rows."""
+    if config.view.roles(config.fields) is None:
+        raise ValueError(f"the view is {config.view}: its rows belong to no episode; discard(keys) drops rows")
+    try:
+        return operator.index(key)
+    except TypeError:
+        raise ValueError(f"discard_episode() got {key!r}, expected the key of one row, an integer") from None
+
+
+def names_field(fields: Any, path: tuple[str, ...]) -> bool:
+    """Returns whether nested values have one at `path`."""
+    for name in path:
+        if not isinstance(fields, dict) or name not in fields:
+            return False
+        fields = fields[name]
+    return True
