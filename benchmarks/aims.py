@@ -32,6 +32,8 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
     ("kills", "explorer killed: learner hangs"): (Aim(0.0),),
     ("kills", "learner killed: explorer hangs"): (Aim(0.0),),
     ("kills", "learner killed: learner hangs"): (Aim(0.0),),
+    ("rewrite", "... times a gather of them"): (Aim(2.0),),
+    ("rewrite", "... as fast as without"): (Aim(0.5),),
     ("gather", "fraction of memcpy, reused"): (Aim(0.9),),
     ("gather", "fraction of memcpy, fresh"): (Aim(0.9),),
     ("gather", "sample 256, two threads"): (Aim(1.6, over="one thread"),),

@@ -18,6 +18,7 @@ from benchmarks.cases.overload import measure_overload
 from benchmarks.cases.ray import measure_ray
 from benchmarks.cases.recovery import measure_recovery
 from benchmarks.cases.remote import measure_remote
+from benchmarks.cases.rewrite import measure_rewrite
 from benchmarks.cases.rows import measure_rows
 from benchmarks.cases.sac import measure_sac
 from benchmarks.cases.shards import measure_shards
@@ -39,6 +40,7 @@ CASES: Mapping[str, Case] = {
     "loader": measure_loader,
     "gpu": measure_gpu,
     "upkeep": measure_upkeep,
+    "rewrite": measure_rewrite,
     "imports": measure_imports,
     "checkpoint": measure_checkpoint,
     "contest": measure_contest,
