@@ -10,7 +10,7 @@ import torch
 import torchreplay as tr
 from benchmarks.line import OURS, Line
 from benchmarks.plan import Plan
-from benchmarks.timing import Candidate, interleave
+from torchreplay.checking.timing import Candidate, interleave
 
 MICROSECONDS = 1e6
 BATCH_SIZE = 256
@@ -34,17 +34,23 @@ def measure_rewrite(plan: Plan) -> Iterator[Line]:
             Candidate("gather", _gathers(buffer, keys)),
             Candidate("discard", _discards(buffer, keys)),
         ]
-        samples = _in_micros(interleave(candidates[:2], plan))
+        samples = _in_micros(interleave(candidates[:2], plan.rounds, plan.seconds))
         yield Line("rewrite", f"rewrite {BATCH_SIZE} rows of f32[512]", "us", samples)
         ratios = [ours / gather for ours, gather in zip(samples[OURS], samples["gather"], strict=True)]
         yield Line("rewrite", "... times a gather of them", "", {OURS: ratios})
         draws = Candidate(OURS, _draws(buffer))
-        alone, beside = _in_micros(interleave([draws], plan))[OURS], _beside(buffer, keys, draws, plan)
+        alone, beside = (
+            _in_micros(interleave([draws], plan.rounds, plan.seconds))[OURS],
+            _beside(buffer, keys, draws, plan),
+        )
         yield Line("rewrite", f"sample {BATCH_SIZE}", "us", {OURS: beside, ALONE: alone})
         fractions = [free / busy for free, busy in zip(alone, beside, strict=True)]
         yield Line("rewrite", "... as fast as without", "", {OURS: fractions}, higher_is_better=True)
         yield Line(
-            "rewrite", f"discard {BATCH_SIZE}", "us", _in_micros({OURS: interleave(candidates[2:], plan)["discard"]})
+            "rewrite",
+            f"discard {BATCH_SIZE}",
+            "us",
+            _in_micros({OURS: interleave(candidates[2:], plan.rounds, plan.seconds)["discard"]}),
         )
 
 
@@ -99,7 +105,7 @@ def _beside(buffer: tr.ReplayBuffer, keys: list[torch.Tensor], draws: Candidate,
     child.start()
     try:
         ready.wait()
-        return _in_micros(interleave([draws], plan))[OURS]
+        return _in_micros(interleave([draws], plan.rounds, plan.seconds))[OURS]
     finally:
         over.set()
         child.join()

@@ -365,7 +365,7 @@ class BatchSampler {
         failed++;
       else
         copied.push_back(i);
-    copiers_[0]->keep_touched(items_, copied, watch);
+    if (auto& copier = copiers_[0]) copier->keep_touched(items_, copied, watch);  // the first is there from the start
     return copied;
   }
 

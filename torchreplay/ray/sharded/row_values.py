@@ -25,5 +25,5 @@ def values_of_rows(config: Config, n: int, fields: dict[str, Any]) -> dict[Path,
         count = len(rows.extend(**fields))
         if count != n:
             raise ValueError(f"got {count} values, expected one for each of the {n} keys; nothing was changed")
-        held = rows.storage
+        held: Any = rows.storage
         return {path: reduce(lambda value, name: value[name], path, held)[:n].clone() for path in chosen}
