@@ -191,8 +191,11 @@ def test_loaded_rows_are_drawn_with_the_schedule_of_the_constructor(tmp_path):
     made[0].dumps(tmp_path)
     made[1].loads(tmp_path)
     assert made[1].buffer.sampler.beta is beta
-    with pytest.raises(ValueError, match="sampler"):
-        TensorDictReplayBuffer(50, sampler=tr.Prioritized(0.9, beta)).loads(tmp_path)
+    other = TensorDictReplayBuffer(50, batch_size=8, sampler=tr.Prioritized(0.9, beta))
+    other.loads(tmp_path)
+    assert other.buffer.sampler == tr.Prioritized(0.9, beta)
+    keys = other.buffer.keys()
+    assert torch.equal(other.buffer.gather(keys)["observation"], made[0].buffer.gather(keys)["observation"])
 
 
 def test_one_priority_stands_for_all_and_no_rows_change_nothing(rb):

@@ -162,7 +162,7 @@ def test_memory_that_nobody_closed_is_released_before_it_is_unmapped():
 
 def test_a_refusal_is_one_warning_that_says_what_and_why():
     buffer, registry = filled_buffer(), Registered("out of memory, CUDA error 2")
-    with pytest.warns(RuntimeWarning, match=r'pin="ring" cannot page-lock the 348.0 KiB .*out of memory, CUDA error 2'):
+    with pytest.warns(RuntimeWarning, match=r'pin="ring" cannot page-lock the 352.0 KiB .*out of memory, CUDA error 2'):
         buffer._sampler.lock_pages(registry)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

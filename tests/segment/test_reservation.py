@@ -169,7 +169,7 @@ def test_memory_that_gives_out_meanwhile_is_an_error_and_free_at_once(taken, sav
     before = descriptors(), threads()
     gc.disable()
     try:
-        with pytest.raises(MemoryError, match=r"replay buffer needs 16\.35 MiB of memory: No space left") as raised:
+        with pytest.raises(MemoryError, match=r"replay buffer needs 16\.36 MiB of memory: No space left") as raised:
             tr.ReplayBuffer.load(saved)
         del raised
         eventually(lambda: descriptors() <= before[0] and threads() <= before[1])

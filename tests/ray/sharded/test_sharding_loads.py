@@ -64,8 +64,9 @@ def test_a_beta_that_is_a_function_goes_on_where_it_is_given_again_and_is_missed
             assert beta_of(replay) == pytest.approx(beta(0), rel=1e-4)
             replay.save(tmp_path / "without it")
         caplog.clear()
-    with pytest.raises(ValueError, match="expected the buffer's own"):
-        ShardedReplay.load(tmp_path, sampler=tr.Prioritized(alpha=0.5, beta=beta))
+    with ShardedReplay.load(tmp_path, sampler=tr.Prioritized(alpha=0.5, beta=beta)) as replay:  # another one
+        assert replay.sampler.alpha == 0.5
+        assert beta_of(replay) == pytest.approx(beta(5), rel=1e-4)
 
 
 @pytest.mark.parametrize("after", ["_require_parts", "assigned"])
