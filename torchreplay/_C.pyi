@@ -216,10 +216,98 @@ class Writer:
         first_key: int = 0,
         /,
     ) -> None: ...
-    def reset(self, *, mask: Any = None, **observation: Any) -> Any: ...
-    def step(self, *, priority: Any = None, final_obs: Any = None, **fields: Any) -> Any: ...
-    def append(self, *, priority: float | None = None, **fields: Any) -> int: ...
-    def extend(self, *, priority: Any = None, **fields: Any) -> Tensor: ...
+    def reset(self, *, mask: Any = None, **observation: Any) -> Any:
+        """Starts an episode with its first observation.
+
+        An episode that is cut short has no end: only its complete items can be drawn.
+
+        Args:
+            mask: With `num_envs`, bool `[num_envs]`: which environments are reset; None: all. The others write nothing.
+            **observation: The view's observation fields only, each of its shape; with `num_envs`
+                `[num_envs, *shape]`.
+
+        Returns:
+            The key of the row written, an int. With `num_envs` int64 `[num_envs]`, -1 where nothing is written.
+
+        Raises:
+            ValueError: The view is `Rows()`, or a value does not fit, as for `append`. Nothing is written.
+            Stopped, WouldBlockForever, ReplayTimeout: As `append`.
+
+        Example:
+            obs, info = env.reset()
+            writer.reset(obs=obs)
+        """
+    def step(self, *, priority: Any = None, final_obs: Any = None, **fields: Any) -> Any:
+        """Writes what `env.step()` returned: the new observation, and the action, reward and flags that led to it.
+
+        Waits as `append` does. After a wait that fails when the rows of some environments are written, all must be
+        reset.
+
+        Args:
+            priority: The raw TD error of the items that this step completes, as for `append`; with `num_envs` one
+                number, or one for each.
+            final_obs: `infos["final_obs"]` of a vector environment that resets in the same step. It is needed where
+                an episode ends.
+            **fields: Those of the spec, each of its shape; with `num_envs` `[num_envs, *shape]`.
+
+        Returns:
+            The key of the row written, an int; with `num_envs` int64 `[num_envs]`. With `final_obs` it is that of the
+            episode's last row.
+
+        Raises:
+            ValueError: The view is `Rows()`, no `reset()` came before, the episode has ended, or a value does not fit.
+                Another thread is in the middle of an episode with this writer. Or, under autoreset "next_step", a
+                step that begins an episode has a flag. Nothing is written.
+            Stopped, WouldBlockForever, ReplayTimeout: As `append`.
+
+        Example:
+            obs, reward, terminated, truncated, info = env.step(action)
+            writer.step(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated)
+        """
+    def append(self, *, priority: float | None = None, **fields: Any) -> int:
+        """Writes one row, and returns its key.
+
+        Waits while the limiter says that the learner is behind.
+
+        Args:
+            priority: A raw TD error, whose absolute value is taken. None: what the sampler's `initial` says.
+            **fields: Those of the spec, each of exactly its shape and of a dtype that casts to its own. A nested
+                field is a dict.
+
+        Returns:
+            The row's key, an int.
+
+        Raises:
+            ValueError: A field is missing, unknown, of another shape or of a dtype that does not cast; or it has a
+                masked value, or a number that its dtype does not hold. Nothing is written.
+            Stopped: The buffer was stopped, or nobody has been there to draw for some seconds.
+            WouldBlockForever: It would wait, and there is no other thread and no other process to draw.
+            ReplayTimeout: Every slot has been held by stopped writers for a minute.
+
+        Example:
+            key = writer.append(obs=obs, action=action, reward=1.0)
+        """
+    def extend(self, *, priority: Any = None, **fields: Any) -> Tensor:
+        """Writes rows, and returns their keys.
+
+        Under a view that links rows: one whole episode, with an observation more than steps. With `num_envs` a block
+        of all environments.
+
+        Args:
+            priority: None, one number for all rows, or one for each. As for `append`.
+            **fields: Of n rows `[n, *shape]`. Of an episode, observations `[T + 1, *shape]` and the others
+                `[T, *shape]`. Of a block `[T + 1, num_envs, *shape]` and `[T, num_envs, *shape]`.
+
+        Returns:
+            Keys, int64: `[n]`, `[T + 1]` or `[T + 1, num_envs]`.
+
+        Raises:
+            ValueError, Stopped, WouldBlockForever, ReplayTimeout: As `append`. Rows written before a wait that fails
+                stay written.
+
+        Example:
+            keys = writer.extend(obs=observations, action=actions, reward=rewards)
+        """
     def _end_episode(self, mask: Any, /) -> Tensor: ...
     def _truncate(self, keys: Any, /) -> None: ...
     def _relay(self, block: Any, n: int, before: Any, keys: Any, start: int, /) -> None: ...

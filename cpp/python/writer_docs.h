@@ -1,65 +1,106 @@
-// What help() says of a writer's calls.
+// What help() says of a writer's calls: the same as the docstrings in `_C.pyi`, which editors show.
 #pragma once
 
 namespace torchreplay::py::writer {
 
-inline constexpr char kAppendDoc[] = R"(append(*, priority=None, **fields)
+inline constexpr char kAppendDoc[] = R"doc(append(*, priority=None, **fields)
 --
 
-Write one row and return its key (int).
+Writes one row, and returns its key.
 
-The fields are those of the spec, each of exactly its shape; a nested field is a dict. `priority` is a raw TD error
-(its absolute value is taken); None gives the row the largest priority seen so far. Waits while the limiter says that
-the learner is behind.
+Waits while the limiter says that the learner is behind.
+
+Args:
+    priority: A raw TD error, whose absolute value is taken. None: what the sampler's `initial` says.
+    **fields: Those of the spec, each of exactly its shape and of a dtype that casts to its own. A nested
+        field is a dict.
+
+Returns:
+    The row's key, an int.
 
 Raises:
-    ValueError: a field is missing, unknown, of another shape or of a dtype that does not cast; or it has a
+    ValueError: A field is missing, unknown, of another shape or of a dtype that does not cast; or it has a
         masked value, or a number that its dtype does not hold. Nothing is written.
-    Stopped: the buffer was stopped, or nobody has been there to draw for some seconds.
-    WouldBlockForever: it would wait, and there is no other thread and no other process to draw.
-    ReplayTimeout: every slot has been held by stopped writers for a minute.)";
+    Stopped: The buffer was stopped, or nobody has been there to draw for some seconds.
+    WouldBlockForever: It would wait, and there is no other thread and no other process to draw.
+    ReplayTimeout: Every slot has been held by stopped writers for a minute.
 
-inline constexpr char kExtendDoc[] = R"(extend(*, priority=None, **fields)
+Example:
+    key = writer.append(obs=obs, action=action, reward=1.0))doc";
+
+inline constexpr char kExtendDoc[] = R"doc(extend(*, priority=None, **fields)
 --
 
-Write n rows, whose values have a leading dimension n, and return their keys (int64 tensor of shape [n]).
+Writes rows, and returns their keys.
 
-Under a view that links rows: one whole episode, observation fields [T + 1, ...] and the others [T, ...], or with num_envs a
-block [T + 1, num_envs, ...] and [T, num_envs, ...]; keys [T + 1] or [T + 1, num_envs].
+Under a view that links rows: one whole episode, with an observation more than steps. With `num_envs` a block
+of all environments.
 
-`priority` is None, one number for all rows, or one for each. Waits and raises as `append` does; rows written before a
-wait that fails stay written.)";
+Args:
+    priority: None, one number for all rows, or one for each. As for `append`.
+    **fields: Of n rows `[n, *shape]`. Of an episode, observations `[T + 1, *shape]` and the others
+        `[T, *shape]`. Of a block `[T + 1, num_envs, *shape]` and `[T, num_envs, *shape]`.
 
-inline constexpr char kResetDoc[] = R"(reset(*, mask=None, **observation)
---
-
-Start an episode with its first observation, and return the key of the row written (int; with num_envs int64 tensor [num_envs]).
-
-Takes the view's observation fields only. With num_envs the values are [num_envs, ...], and `mask` (bool
-[num_envs]) says which of them are reset; the others write nothing and get the key -1. An episode that the reset cuts short has
-no end: only its complete items can be drawn.
+Returns:
+    Keys, int64: `[n]`, `[T + 1]` or `[T + 1, num_envs]`.
 
 Raises:
-    ValueError: the view is Rows(), or a field is missing, unknown, of another shape or of a dtype that does not cast,
-        or has a number that its dtype does not hold; nothing is written.
-    Stopped, WouldBlockForever, ReplayTimeout: as `append`.)";
+    ValueError, Stopped, WouldBlockForever, ReplayTimeout: As `append`. Rows written before a wait that fails
+        stay written.
 
-inline constexpr char kStepDoc[] = R"(step(*, priority=None, final_obs=None, **fields)
+Example:
+    keys = writer.extend(obs=observations, action=actions, reward=rewards))doc";
+
+inline constexpr char kResetDoc[] = R"doc(reset(*, mask=None, **observation)
 --
 
-Write what env.step() returned: the new observation, and the action, reward and flags that led to it. Returns the key
-of the row written (int; with num_envs int64 tensor [num_envs]).
+Starts an episode with its first observation.
 
-`priority` is the raw TD error of the items that this step completes (with num_envs one number, or one for each); None
-gives them the largest one seen so far. `final_obs` is infos['final_obs'] of a vector environment that resets in the
-same step; it is needed where an episode ends, and the key returned is then that of the episode's last row.
+An episode that is cut short has no end: only its complete items can be drawn.
 
-Waits as `append` does. After a wait that fails when the rows of some environments are written, all must be reset.
+Args:
+    mask: With `num_envs`, bool `[num_envs]`: which environments are reset; None: all. The others write nothing.
+    **observation: The view's observation fields only, each of its shape; with `num_envs`
+        `[num_envs, *shape]`.
+
+Returns:
+    The key of the row written, an int. With `num_envs` int64 `[num_envs]`, -1 where nothing is written.
 
 Raises:
-    ValueError: the view is Rows(), no reset() came before, the episode has ended, or a value does not fit; another
-        thread is in the middle of an episode with this writer; or under autoreset 'next_step' a step that begins an
-        episode has a flag. Nothing is written.
-    Stopped, WouldBlockForever, ReplayTimeout: as `append`.)";
+    ValueError: The view is `Rows()`, or a value does not fit, as for `append`. Nothing is written.
+    Stopped, WouldBlockForever, ReplayTimeout: As `append`.
+
+Example:
+    obs, info = env.reset()
+    writer.reset(obs=obs))doc";
+
+inline constexpr char kStepDoc[] = R"doc(step(*, priority=None, final_obs=None, **fields)
+--
+
+Writes what `env.step()` returned: the new observation, and the action, reward and flags that led to it.
+
+Waits as `append` does. After a wait that fails when the rows of some environments are written, all must be
+reset.
+
+Args:
+    priority: The raw TD error of the items that this step completes, as for `append`; with `num_envs` one
+        number, or one for each.
+    final_obs: `infos["final_obs"]` of a vector environment that resets in the same step. It is needed where
+        an episode ends.
+    **fields: Those of the spec, each of its shape; with `num_envs` `[num_envs, *shape]`.
+
+Returns:
+    The key of the row written, an int; with `num_envs` int64 `[num_envs]`. With `final_obs` it is that of the
+    episode's last row.
+
+Raises:
+    ValueError: The view is `Rows()`, no `reset()` came before, the episode has ended, or a value does not fit.
+        Another thread is in the middle of an episode with this writer. Or, under autoreset "next_step", a
+        step that begins an episode has a flag. Nothing is written.
+    Stopped, WouldBlockForever, ReplayTimeout: As `append`.
+
+Example:
+    obs, reward, terminated, truncated, info = env.step(action)
+    writer.step(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated))doc";
 
 }  // namespace torchreplay::py::writer

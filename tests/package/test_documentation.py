@@ -7,6 +7,7 @@ and what they take from torchreplay must be there. A whole program is not run if
 import ast
 import builtins
 import importlib
+import inspect
 import os
 import re
 import subprocess
@@ -198,3 +199,14 @@ def test_workflows_and_forms_call_only_make_targets_and_files_that_exist(path):
     makefile = (ROOT / "Makefile").read_text()
     assert [name for name in re.findall(r"run: make ([\w-]+)", text) if f"\n{name}:" not in makefile] == []
     assert [name for name in re.findall(r"run: (\.\S+)", text) if not os.access(ROOT / name, os.X_OK)] == []
+
+
+@pytest.mark.parametrize("name", ["append", "extend", "reset", "step"])
+def test_help_and_editors_say_the_same_of_a_writers_calls(name):
+    stub = ast.parse((ROOT / "torchreplay" / "_C.pyi").read_text())
+    writer = next(node for node in stub.body if isinstance(node, ast.ClassDef) and node.name == "Writer")
+    method = next(node for node in writer.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    native = getattr(tr.Writer, name)
+    assert inspect.getdoc(native) == ast.get_docstring(method)
+    named = inspect.signature(native).parameters
+    assert list(named) == [*(a.arg for a in method.args.kwonlyargs), method.args.kwarg.arg]
