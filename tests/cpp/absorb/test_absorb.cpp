@@ -341,7 +341,7 @@ BOOST_AUTO_TEST_CASE(rows_without_a_priority_may_get_the_largest_of_those_held_w
   const float expected[] = {9, 3, 9};
   for (int i = 0; i < 3; i++) BOOST_TEST(m->tree().leaf(i) == expected[i]);
   BOOST_TEST(m->header().max_raw == 1e4F);  // which counts for nothing
-  Locked(*m).clear();
+  SegmentLock(*m).clear();
   append_row(*m, 1);
   settle(*m);
   BOOST_TEST(m->tree().max() == 1);
