@@ -160,7 +160,7 @@ class Attachment {
     return memory_->header().limiter();
   }
 
-  // Takes all rows away. Batches that threads of this process ordered are drawn before.
+  // Takes all rows away. Batches that the calling thread ordered are drawn before.
   void clear() {
     settle();
     change([&](SegmentLock& lock) {

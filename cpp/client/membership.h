@@ -13,12 +13,7 @@ namespace torchreplay {
 class Membership {
  public:
   Membership(std::shared_ptr<Attachment> attachment, Role role) : attachment_(std::move(attachment)), role_(role) {}
-  ~Membership() {
-    try {
-      leave();
-    } catch (const std::exception&) {  // the byte goes with the process
-    }
-  }
+  ~Membership() { release(); }
   Membership(const Membership&) = delete;
 
   // Throws DescriptorLost, a second after this process has lost it at the latest.
@@ -45,12 +40,15 @@ class Membership {
   }
 
   void leave() {
-    if (held()) torchreplay::leave(attachment_->memory(), id_);
+    if (attachment_ && held()) torchreplay::leave(attachment_->memory(), id_);
     id_ = 0;
   }
   // The same for good: it keeps the memory no longer.
-  void release() {
-    leave();
+  void release() noexcept {
+    try {
+      leave();
+    } catch (const std::exception&) {  // the byte goes with the process
+    }
     attachment_.reset();
   }
 

@@ -44,7 +44,7 @@ class PrefetchStream {
   Taken take(int64_t ns) {
     refuse_others();
     follow_fork();
-    Attachment& attachment = learner_->attachment();
+    const std::shared_ptr<Attachment> attachment = learner_->require_open();  // close() may run meanwhile
     if (orders_.empty()) throw std::logic_error("nothing is ordered");
     Taken taken;
     if (ns == 0) {
@@ -55,7 +55,7 @@ class PrefetchStream {
       taken.outcome = prefetcher_->take(ns, taken.shortage);
     }
     if (taken.outcome != Draw::kDone) return taken;
-    attachment.note_taken(prefetcher_->missed_updates());
+    attachment->note_taken(prefetcher_->missed_updates());
     drawn_from_ = prefetcher_->drawn_from();
     learner_->note_draw(batch_size_);
     taken.memory = std::move(orders_.front().memory);
@@ -74,7 +74,8 @@ class PrefetchStream {
     if (!has_thread()) return {};
     refuse_others();
     const std::shared_ptr<Prefetcher> prefetcher = prefetcher_;  // close() may run in another thread meanwhile
-    learner_->attachment().settle();
+    const std::shared_ptr<Attachment> attachment = learner_->require_open();
+    attachment->settle();
     return prefetcher->drawn();
   }
 

@@ -44,6 +44,8 @@ class Writer {
   Lanes& lanes() { return lanes_; }
   const Lanes& lanes() const { return lanes_; }
   bool closed() const { return closed_; }
+  // A thread of the parent was using it when this process was forked.
+  bool is_left_over() const { return used_in_ && !in_use(); }
   bool in_use() const { return used_in_ == fork_generation.load(std::memory_order_relaxed) + 1; }
 
   void require_open() const {
@@ -222,12 +224,11 @@ class Writer {
     Header& h = memory().header();
     const int64_t start = monotonic_ns();
     int64_t waited = 0;
+    catch_up();
     for (;;) {
       if (admitted() && !attachment_->stopped()) return;
       wait.look(Blocked::kLimited, waited);
       refuse_forked();
-      if (admitted()) return;
-      catch_up();
       const uint32_t seen = h.room_signal.load(std::memory_order_acquire);
       if (admitted()) return;
       {
@@ -236,12 +237,14 @@ class Writer {
       }
       refuse_forked();
       waited = monotonic_ns() - start;
+      if (!admitted()) catch_up();
     }
   }
 
   // Lets the limiter see what came: rows that are no items yet, and rows lost to the dead, make room for others. The
   // learner that holds the lock may be stopped: this wait has its own ends.
   void catch_up() {
+    if (memory().header().admits_by_hand.load(std::memory_order_relaxed)) return;
     try {
       attachment_->refresh({.deadline = 0});
     } catch (const LockTimeout&) {

@@ -64,8 +64,8 @@ class NewValues {
   std::vector<size_t> chosen_;
 };
 
-// Changes rows by change(rewriter, n, keys), and returns how many were. Batches that this process ordered before are
-// drawn from the rows of then.
+// Changes rows by change(rewriter, n, keys), and returns how many were. Batches that the calling thread
+// ordered before are drawn from the rows of then.
 template <class Change>
 uint64_t change_rows(AttachedSegment& segment, std::vector<int64_t>& keys, Change&& change) {
   segment.settle();

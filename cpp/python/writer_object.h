@@ -122,6 +122,7 @@ class WriterUse {
       const Ref raises(checked(PyObject_CallMethod(self, "_refuse_closed_buffer", nullptr)));
       throw std::runtime_error("the replay buffer is closed");
     }
+    if (s.session.is_left_over()) s.release_values();
     call_.emplace(s.session);
   }
   ~WriterUse() { state_.release_values(); }

@@ -109,23 +109,24 @@ struct Header {
   alignas(kLine) std::atomic<uint64_t> ticket_limit;  // an append waits while head >= ticket_limit
   std::atomic<uint64_t> wake_at;                      // the ticket whose writer wakes waiting learners
   std::atomic<uint32_t> stopped;
-  std::atomic<uint32_t> shared;         // a handle was given out, or the owner forked: others may come
-  std::atomic<uint32_t> room_waiters;   // 1: writers may sleep on room_signal; a signal sets 0
-  std::atomic<uint32_t> streams;        // the next stream of random draws
-  std::atomic<uint32_t> rows_signal;    // futex: rows have come
-  std::atomic<uint32_t> room_signal;    // futex: the limiter admits writers, or the buffer was stopped
-  std::atomic<int64_t> last_departure;  // machine_ns() when a participant was last seen to leave or die; 0: never
-  std::atomic<uint32_t> presences;      // attachments that ever took the mutex
-  std::atomic<uint32_t> ids;            // ids of participants above this one were never taken
-  WaitTime insert_wait;                 // of writers
-  WaitTime sample_wait;                 // of learners
-  int64_t made;                         // machine_ns() when the segment was made
-  std::atomic<uint64_t> redraws;        // rows drawn again because they were overwritten during the copy
-  std::atomic<uint64_t> draws;          // batches drawn
-  std::atomic<uint64_t> taken_ahead;    // ... before their learner asked for them, and then taken
-  std::atomic<uint64_t> missed;         // TD errors that were applied between the two
-  std::atomic<int64_t> last_census;     // machine_ns() when the dead were last looked for
-  std::atomic<int64_t> last_write;      // of those whose places others took; 0: of none
+  std::atomic<uint32_t> shared;          // a handle was given out, or the owner forked: others may come
+  std::atomic<uint32_t> admits_by_hand;  // 1: others say how far writers may go, and the limiter does not
+  std::atomic<uint32_t> room_waiters;    // 1: writers may sleep on room_signal; a signal sets 0
+  std::atomic<uint32_t> streams;         // the next stream of random draws
+  std::atomic<uint32_t> rows_signal;     // futex: rows have come
+  std::atomic<uint32_t> room_signal;     // futex: the limiter admits writers, or the buffer was stopped
+  std::atomic<int64_t> last_departure;   // machine_ns() when a participant was last seen to leave or die; 0: never
+  std::atomic<uint32_t> presences;       // attachments that ever took the mutex
+  std::atomic<uint32_t> ids;             // ids of participants above this one were never taken
+  WaitTime insert_wait;                  // of writers
+  WaitTime sample_wait;                  // of learners
+  int64_t made;                          // machine_ns() when the segment was made
+  std::atomic<uint64_t> redraws;         // rows drawn again because they were overwritten during the copy
+  std::atomic<uint64_t> draws;           // batches drawn
+  std::atomic<uint64_t> taken_ahead;     // ... before their learner asked for them, and then taken
+  std::atomic<uint64_t> missed;          // TD errors that were applied between the two
+  std::atomic<int64_t> last_census;      // machine_ns() when the dead were last looked for
+  std::atomic<int64_t> last_write;       // of those whose places others took; 0: of none
 
   // Read by every append, written by every call of a learner.
   alignas(kLine) WriteGate gate;

@@ -124,7 +124,7 @@ inline void forget_processes(SegmentMemory& m) {
   h.dirty = Dirty::kClean;  // nobody is to repair what is derived anew
   h.wake_at = kNever;
   h.gate.init();
-  h.stopped = h.shared = h.room_waiters = h.repairing = h.presences = h.ids = 0;
+  h.stopped = h.shared = h.admits_by_hand = h.room_waiters = h.repairing = h.presences = h.ids = 0;
   h.holder = 0;
   h.made = machine_ns();
   h.streams = std::max(1U, h.streams.load(std::memory_order_relaxed));

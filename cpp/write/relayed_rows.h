@@ -39,8 +39,10 @@ inline uint64_t run_length(SegmentMemory& m, uint64_t first, uint64_t end) {
   return key - first;
 }
 
-// Lets writers go on up to that ticket, and no further. Returns the next one to be taken.
+// Lets writers go on up to that ticket, and no further: from now on the limiter has no say. Returns the next one to be
+// taken.
 inline uint64_t admit_up_to(SegmentMemory& m, uint64_t ticket) {
+  m.header().admits_by_hand.store(1, std::memory_order_relaxed);
   m.header().ticket_limit.store(ticket, std::memory_order_relaxed);
   return m.header().head.load(std::memory_order_relaxed);
 }

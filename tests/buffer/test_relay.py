@@ -188,7 +188,27 @@ def test_a_relay_that_was_interrupted_goes_on_where_it_was():
         writer._relay(block, 6, np.zeros(6, int), keys, 0)
     assert (keys == -1).all()
     assert len(here) == 0
-    here.limiter = tr.MinSize()
+    here._segment.admit(100)
     writer._relay(block, 6, np.zeros(6, int), keys, 4)  # as if rows 0 to 3 were there
     assert keys.tolist() == [-1] * 4 + [0, 1]
     assert torch.equal(here.storage["obs"][:2], torch.from_numpy(given["obs"][4:]))
+
+
+def test_an_end_by_hand_admits_no_more_rows_than_before():
+    # Of the rows that a remote writer collects those beyond would overwrite what nobody has taken yet.
+    spec = {
+        "obs": tr.Field(),
+        "reward": tr.Field(),
+        "terminated": tr.Field((), torch.bool),
+        "truncated": tr.Field((), torch.bool),
+    }
+    buffer = tr.ReplayBuffer(spec, 100, view=tr.Transitions())
+    buffer._segment.admit(3)
+    writer = buffer.writer()
+    writer.reset(obs=0.0)
+    for at in range(2):
+        writer.step(obs=at, reward=0.0, terminated=False, truncated=False)
+    assert not writer._admitted()
+    writer.end_episode()
+    len(buffer)
+    assert not writer._admitted()

@@ -295,7 +295,7 @@ BOOST_AUTO_TEST_CASE(a_process_is_seen_running_stopped_dead_and_gone) {
   child.make_zombie();
   BOOST_TEST(process_state(pid) == 'Z');
   child.wait();
-  BOOST_TEST(process_state(pid) == '?');
+  BOOST_TEST(process_state(pid) == kEnded);
 }
 
 BOOST_AUTO_TEST_CASE(threads_take_turns) {

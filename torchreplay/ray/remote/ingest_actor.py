@@ -149,9 +149,9 @@ class IngestWriter(Writer):
             return
         if self._segment.stopped:
             raise Stopped(f"{self._config.called} was stopped")
-        if time.monotonic() >= self._deadline:
-            raise _Behind
         if waited:
+            if time.monotonic() >= self._deadline:
+                raise _Behind
             self._look_around()
 
 
