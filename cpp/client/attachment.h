@@ -207,6 +207,8 @@ class Attachment {
   uint64_t draws() const { return memory_->header().draws.load(std::memory_order_relaxed); }
   uint64_t head() const { return memory_->header().head.load(std::memory_order_relaxed); }
   uint64_t imports() const { return memory_->header().imports; }
+  // Odd while somebody rewrites rows; another number after that.
+  uint64_t rewrites() const { return memory_->header().rewrites.load(std::memory_order_acquire); }
   uint64_t seed() const { return memory_->header().seed; }
   uint64_t layout_hash() const { return memory_->header().layout_hash; }
   // Streams of draws that were given out, and one more.

@@ -39,8 +39,10 @@ class Rewriter {
     Header& h = memory_.header();
     PriorityTree tree = memory_.tree();
     LeafChanges leaves(tree);
+    SegmentLock(memory_, patience).absorb();  // what is complete has been an item, whoever looked at it
     const auto change = [&](RowRewriter& rows, int64_t i) {
       const auto key = static_cast<uint64_t>(keys[i]);
+      if (flags_of(key) & kDiscarded) return false;
       h.discarded_below = std::max(h.discarded_below, key + 1);
       kill_fence();
       if (!rows.change(key, kDiscarded)) return false;
@@ -50,6 +52,13 @@ class Rewriter {
       return true;
     };
     return in_parts(n, keys, {}, patience, change, [&] { leaves.flush(); });
+  }
+
+  // The index of the first of these keys whose row begins an episode, and so has no step's values; -1: none does.
+  int64_t first_without_step(int64_t n, const int64_t* keys) const {
+    for (int64_t i = 0; i < n; i++)
+      if (flags_of(static_cast<uint64_t>(keys[i])) & kFirst) return i;
+    return -1;
   }
 
   // The keys of all rows there are of the episode that the row with `key` is of, oldest first; none when it is gone.
@@ -104,6 +113,15 @@ class Rewriter {
   // What is done while the lock is held in one piece.
   static constexpr uint64_t kPartBytes = uint64_t{64} << 10, kPartRows = 256;
   static constexpr size_t kAhead = 4;  // rows fetched before they are changed
+
+  // What the row's header says for good; 0 where it is gone.
+  uint64_t flags_of(uint64_t key) const {
+    RowHeader& row = memory_.row(memory_.slot_of(key));
+    const auto is_there = [&](uint64_t word) { return slot_word::is_row(word) && slot_word::key1(word) == key + 1; };
+    if (!is_there(row.word.load(std::memory_order_acquire))) return 0;
+    const uint64_t link = row.meta(memory_.layout().view.linked()).link;
+    return is_there(load_after_copy(row.word)) ? link & 0xffff : 0;
+  }
 
   void require_restored() const {
     if (memory_.header().importer)

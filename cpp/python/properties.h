@@ -108,6 +108,7 @@ inline PyGetSetDef getset[] = {
     {"draws", segment_attribute<[](Attachment& a) { return a.draws(); }>, nullptr, nullptr, nullptr},
     {"head", segment_attribute<[](Attachment& a) { return a.head(); }>, nullptr, nullptr, nullptr},
     {"seed", segment_attribute<[](Attachment& a) { return a.seed(); }>, nullptr, nullptr, nullptr},
+    {"rewrites", segment_attribute<[](Attachment& a) { return a.rewrites(); }>, nullptr, nullptr, nullptr},
     {"imports", segment_attribute<[](Attachment& a) { return a.imports(); }>, nullptr, nullptr, nullptr},
     {"limiter", segment_attribute<[](Attachment& a) { return told(a.limiter()); }>, nullptr, nullptr, nullptr},
     {"in_file", segment_attribute<[](Attachment& a) { return a.memory().file().phase != Phase::kMemory; }>, nullptr,

@@ -28,6 +28,7 @@ class NewValues {
                                     " keys; nothing was changed");
       chosen_.push_back(f);
     }
+    if (chosen_.empty()) throw std::invalid_argument("the values name no field; nothing was changed");
   }
 
   const std::vector<size_t>& chosen() const { return chosen_; }
@@ -79,15 +80,29 @@ uint64_t change_rows(AttachedSegment& segment, std::vector<int64_t>& keys, Chang
   return rewriter.changed();
 }
 
-// rewrite(keys, fields) -> int: rows that got the values of the dict `fields`.
+// Throws std::invalid_argument where one of the rows begins an episode.
+inline void refuse_first_rows(AttachedSegment& segment, const std::vector<int64_t>& keys) {
+  const auto n = static_cast<int64_t>(keys.size());
+  const int64_t i = Rewriter(segment.memory()).first_without_step(n, keys.data());
+  if (i < 0) return;
+  throw std::invalid_argument("the row with key " + std::to_string(keys[static_cast<size_t>(i)]) + " at index " +
+                              std::to_string(i) +
+                              " begins an episode: it has an observation, and no step's values. A step's lie in the "
+                              "row behind its observation: buffer.rows_of(keys)[:, 1]; nothing was changed");
+}
+
+// rewrite(keys, fields, of_steps) -> int: rows that got the values of the dict `fields`; with `of_steps` no row may be
+// one that begins an episode.
 inline PyObject* rewrite(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return on_segment(self, [&](AttachedSegment& segment) {
-    expect_args("rewrite", nargs, 2);
+    expect_args("rewrite", nargs, 3);
     std::vector<int64_t> keys;
     read_keys(args[0], keys);
     NewValues values(segment.fields);
     values.read(args[1]);
     values.open(static_cast<int64_t>(keys.size()));
+    if (const auto bad = unissued(segment.memory(), static_cast<int64_t>(keys.size()), keys.data())) refuse(*bad);
+    if (as_bool(args[2])) refuse_first_rows(segment, keys);
     return change_rows(segment, keys, [&](Rewriter& rewriter, int64_t n, const int64_t* key) {
       return rewriter.rewrite(n, key, values.chosen(), [&](int64_t i, size_t f, char* to) { values.copy(i, f, to); });
     });

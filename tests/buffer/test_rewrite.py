@@ -11,6 +11,7 @@ import torch
 from scalar_steps import STEPS
 
 import torchreplay as tr
+from torchreplay.checkpoint import buffer_checkpoint
 
 SPEC = {"x": tr.Field((3,)), "nest": {"a": tr.Field((), torch.int64), "b": tr.Field((), torch.uint8)}}
 
@@ -106,6 +107,26 @@ def test_where_episodes_end_is_not_rewritten(view, field):
         buffer.rewrite(keys[0][:1], **{field: [True]})
 
 
+@pytest.mark.parametrize("view", [tr.Transitions(), tr.Sequences(3)], ids=repr)
+def test_a_row_that_begins_an_episode_has_no_step_to_rewrite(view):
+    buffer, (first, second) = stepped(view)
+    with pytest.raises(ValueError, match=rf"key {second[0]} at index 1 begins an episode.*rows_of\(keys\)\[:, 1\]"):
+        buffer.rewrite([first[1], second[0]], reward=[90.0, 90.0])
+    assert 90 not in [reward for episode in buffer.episodes(unfinished=True) for reward in episode["reward"].tolist()]
+    assert buffer.rewrite([first[0], second[0]], obs=[7, 8]) == 2, "an observation it has"
+    assert buffer.rewrite([first[0], first[1]], obs=[7, 8], reward=[0.0, 90.0]) == 2, "of whole rows one call"
+
+
+def test_windows_across_episodes_are_rewritten_with_the_rows_that_begin_one():
+    buffer, (first, second) = stepped(tr.Sequences(4, across_episodes=True))
+    assert buffer.rewrite([first[-1], second[0]], reward=[90.0, 0.0]) == 2
+
+
+def test_values_that_name_no_field_are_refused():
+    with pytest.raises(ValueError, match="name no field"):
+        filled().rewrite([1], nest={})
+
+
 def test_n_step_returns_use_the_new_rewards():
     buffer, _ = stepped(tr.Transitions(n_step=3, gamma=0.5))
     anchors = buffer.keys()
@@ -188,7 +209,7 @@ def test_a_discarded_row_of_a_file_stays_so_when_all_processes_were_killed(tmp_p
 def test_slots_of_discarded_rows_take_new_ones():
     buffer = filled()
     assert buffer.discard(buffer.gather([0, 1])) == 2
-    assert buffer.discard([0]) == 1
+    assert buffer.discard([0]) == 0
     buffer.extend(x=np.zeros((2, 3)), nest={"a": [0, 0], "b": [0, 0]})
     assert buffer.keys().tolist() == list(range(2, 12))
     assert buffer.discard([0, 1, 2]) == 1
@@ -303,3 +324,53 @@ def test_writers_get_on_beside_one_who_rewrites_and_no_row_is_lost():
     batch = buffer.gather(buffer.keys())
     assert batch["nest"]["a"].tolist()[-1] == 499
     assert buffer.stats().rows_written == 510
+
+
+def test_a_discarded_episode_is_no_episode_and_items_count_once(tmp_path):
+    buffer, (first, _) = stepped(tr.Transitions())
+    assert buffer.discard(first[1:3]) == 2
+    assert buffer.discard(first[:3]) == 1, "two of them were"
+    assert len(list(buffer.episodes())) == 1, "its rows are there"
+    assert buffer.discard_episode(first[3]) == len(first) - 3
+    assert buffer.discard_episode(first[3]) == 0
+    buffer.save(tmp_path)
+    for held in (buffer, tr.ReplayBuffer.load(tmp_path)):
+        assert list(held.episodes()) == []
+        assert [episode["reward"].tolist() for episode in held.episodes(unfinished=True)] == [[6, 7, 8, 9]]
+
+
+def test_what_is_discarded_before_anybody_looked_was_inserted_all_the_same():
+    buffer = filled(5)
+    assert buffer.discard([0, 1]) == 2
+    assert buffer.stats().inserted == 5
+
+
+@pytest.mark.parametrize("key", [True, 2**70, -1, 1.0, "1", None])
+def test_an_episodes_key_is_one_of_a_row(key):
+    buffer, _ = stepped(tr.Transitions())
+    with pytest.raises(ValueError, match=r"expected the key of one row"):
+        buffer.discard_episode(key)
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_checkpoint_of_long_rows_has_no_row_of_old_and_new_values(tmp_path, monkeypatch, at):
+    # Rows of over 4 MiB are written to the disk from where they lie. The rewrite comes in the midst of that.
+    size = 600_000
+    buffer = tr.ReplayBuffer({"a": tr.Field((size,)), "b": tr.Field((size,))}, 2)
+    keys = buffer.extend(a=torch.zeros(1, size), b=torch.zeros(1, size))
+    write, calls = buffer_checkpoint.write_shard, []
+
+    def write_between(path, tensors, room):
+        calls.append(path)
+        names = list(tensors)[:at]
+        copied = {name: tensors[name].clone() for name in names}  # what is on the disk already
+        buffer.rewrite(keys, a=torch.ones(1, size), b=torch.ones(1, size))
+        return write(path, tensors | copied, room)
+
+    monkeypatch.setattr(buffer_checkpoint, "write_shard", write_between)
+    buffer.save(tmp_path)
+    assert calls
+    with tr.ReplayBuffer.load(tmp_path) as loaded:
+        batch = loaded.gather(keys)
+        assert batch["a"].eq(1).all()
+        assert batch["b"].eq(1).all()

@@ -21,6 +21,8 @@ FIRST: Final = 1
 """Flag of a row that starts an episode."""
 ENDS: Final = 2 | 4
 """Flags of a row that ends one: terminated, truncated."""
+DISCARDED: Final = 16
+"""Flag of a row whose item was discarded."""
 LINK_BITS: Final = 16
 """A link is the key + 1 of the row before, and so many bits of flags."""
 LINK_SLOTS: Final = 1 << 16
@@ -42,7 +44,11 @@ def episodes(sampler: LocalSampler, unfinished: bool) -> Iterator[dict[str, Any]
 def _each(sampler: LocalSampler, observed: frozenset[int], unfinished: bool) -> Iterator[dict[str, Any]]:
     segment = sampler.segment
     sampler.flush()
-    for keys in chains(*_links(segment, sampler.config.capacity), unfinished):
+    key, link = _links(segment, sampler.config.capacity)
+    kept = key[link & DISCARDED == 0]
+    for keys in chains(key, link, unfinished):
+        if not np.isin(keys, kept).any():
+            continue
         rows = _copied(segment, len(sampler.config.fields), keys)
         if rows is not None:
             parts = (column if i in observed else column[1:] for i, column in enumerate(rows))

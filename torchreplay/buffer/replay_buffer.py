@@ -432,7 +432,8 @@ class ReplayBuffer(Replay):
 
         Raises:
             ValueError: A field is unknown, its values do not fit, or it says where episodes end. A key was never
-                issued, or the batch is of another buffer, or of a view that links rows. Nothing is changed.
+                issued, or the batch is of another buffer, or of a view that links rows. A row begins an episode, and
+                all fields are of steps: it has none. Nothing is changed.
             RuntimeError: The buffer is closed, or is being restored.
         """
         return self._segment.rewrite(*rewriting(self._config, self._nonce, keys, fields))
@@ -471,7 +472,7 @@ class ReplayBuffer(Replay):
             batch_or_keys: A batch of this buffer, or integer keys `[n]` of anchors.
 
         Returns:
-            How many: those whose rows were overwritten before do not count.
+            How many: those that were discarded, or whose rows were overwritten, before do not count.
 
         Raises:
             ValueError: A key was never issued, or the batch is of another buffer. Nothing is changed.
@@ -542,6 +543,8 @@ class ReplayBuffer(Replay):
 
     def episodes(self, *, unfinished: bool = False) -> Iterator[dict[str, Any]]:
         """Yields the episodes held, in the order of their first rows, as `extend(**episode)` takes them. O(capacity).
+
+        Those of `discard_episode` are left out. Where `discard` took single items out the rows are there.
 
         Args:
             unfinished: True: also those that have no end, and those whose first rows were overwritten, as far as they

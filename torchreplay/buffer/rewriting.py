@@ -9,13 +9,13 @@ from torchreplay.schema.batch import keys_of
 from torchreplay.schema.config import Config
 
 
-def rewriting(config: Config, nonce: int, keys: Any, fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns the keys and values of `rewrite`, checked as far as the view goes.
+def rewriting(config: Config, nonce: int, keys: Any, fields: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
+    """Returns the keys and values of `rewrite`, checked as far as the view goes, and whether all are of steps.
 
     Raises:
         ValueError: There is no field, one says where episodes end, or `keys` is a batch of items, not of rows.
     """
-    roles = config.view.roles(config.fields)
+    roles, paths = config.view.roles(config.fields), list(config.fields)
     if not fields:
         raise ValueError("rewrite() got no field: give values by the field's name, such as reward=[0.5, 1.0]")
     if roles is not None:
@@ -24,14 +24,16 @@ def rewriting(config: Config, nonce: int, keys: Any, fields: dict[str, Any]) -> 
                 f"rewrite() got a batch, whose items have several rows under {type(config.view).__name__}: give keys "
                 f"of rows, such as buffer.rows_of(batch)[:, 1] for the steps taken at the anchors"
             )
-        paths = list(config.fields)
         for end in (paths[roles.terminated], paths[roles.truncated]):
             if names_field(fields, end):
                 raise ValueError(
                     f"field {'/'.join(end)!r} says where episodes end, and items follow from that: it cannot be "
                     f"rewritten; drop the episode with discard_episode(key), and write it again"
                 )
-    return anchors(nonce, keys), fields
+    # Windows across episodes hold rows that begin one, and have places for their steps' values.
+    across = getattr(config.view, "across_episodes", False)
+    of_steps = roles is not None and not across and not any(names_field(fields, paths[at]) for at in roles.observation)
+    return anchors(nonce, keys), fields, of_steps
 
 
 def anchors(nonce: int, batch_or_keys: Any) -> Any:
@@ -44,9 +46,12 @@ def episode_key(config: Config, key: Any) -> int:
     if config.view.roles(config.fields) is None:
         raise ValueError(f"the view is {config.view}: its rows belong to no episode; discard(keys) drops rows")
     try:
-        return operator.index(key)
+        number = operator.index(key)
     except TypeError:
-        raise ValueError(f"discard_episode() got {key!r}, expected the key of one row, an integer") from None
+        number = -1
+    if isinstance(key, bool) or not 0 <= number < 1 << 63:
+        raise ValueError(f"discard_episode() got {key!r:.200}, expected the key of one row, an integer")
+    return number
 
 
 def names_field(fields: Any, path: tuple[str, ...]) -> bool:

@@ -137,6 +137,14 @@ class _Packing:
         room.numpy().data[: self.header_bytes] = self.header(rows, self.header_bytes)
         return partial(write_packed, size=self.header_bytes + rows * self.row_bytes, room=room)
 
+    def pack_whole(self, segment: _C.Segment, slot: int) -> Callable[[Path], tuple[int, int]] | None:
+        """Does what `pack` does for a long row that others rewrite, in memory for a whole row: the copy is exact."""
+        room = room_for(self.header_bytes + self.row_bytes)
+        if not segment.pack_rows(slot, slot + 1, room[self.header_bytes :].numpy().data, True):
+            return None
+        room.numpy().data[: self.header_bytes] = self.header(1, self.header_bytes)
+        return partial(write_packed, size=self.header_bytes + self.row_bytes, room=room)
+
     def is_there(self, segment: _C.Segment, slot: int, room: torch.Tensor) -> bool:
         """Returns whether the long row that was packed from `slot` was still there when it had been written."""
         key, *_ = self._beside(room[:ROW_PLACE])
@@ -170,26 +178,35 @@ def _write_shards(
 ) -> list[tuple[str, int, int]]:
     """Copies rows out while those before them are on their way to the disk."""
     shards: list[tuple[str, int, int]] = []
-    pending: deque[tuple[Path, int, torch.Tensor, Future[tuple[int, int]]]] = deque()
+    pending: deque[tuple[Path, int, torch.Tensor, int, Future[tuple[int, int]]]] = deque()
     free = list(rooms)
 
     def finish_first() -> None:
-        path, first, room, written = pending.popleft()
+        path, first, room, rewrites, written = pending.popleft()
         size, checksum = writers.result(written)
         free.append(room)
-        if packing.slots or packing.is_there(segment, first, room):
-            shards.append((path.name, size, checksum))
-        else:
+        if not packing.slots:
+            again = None
+            if packing.is_there(segment, first, room):
+                if rewrites % 2 == 0 and segment.rewrites == rewrites:
+                    shards.append((path.name, size, checksum))
+                    return
+                again = packing.pack_whole(segment, first)  # what was written may be old and new values
             path.unlink()
+            if again is None:
+                return
+            size, checksum = again(path)
+        shards.append((path.name, size, checksum))
 
     with ThreadPool(WRITES) as writers:
         for number, first in enumerate(track(packing.starts, "saving the replay buffer")):
             if not free:
                 finish_first()
+            rewrites = segment.rewrites
             write = packing.pack(segment, first, free[-1])
             if write is not None:
                 path = data / f"{number:05}.safetensors"
-                pending.append((path, first, free.pop(), writers.submit(write, path)))
+                pending.append((path, first, free.pop(), rewrites, writers.submit(write, path)))
         while pending:
             finish_first()
     return shards

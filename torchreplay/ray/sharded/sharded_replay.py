@@ -301,10 +301,11 @@ class ShardedReplay(Replay):
     def rewrite(self, keys: ReplayBatch | Any, /, **fields: Any) -> int:
         """Sets fields of rows that are there, each in its own shard, as `ReplayBuffer.rewrite` does.
 
-        All values are checked before any is sent. Rows that are lost with their shard do not count.
+        All values are checked before any is sent. Rows that are lost with their shard do not count. A row that begins
+        an episode is found by its own shard: where one refuses a call for it, others may have done their part.
         """
         self._require_open()
-        wanted, values = rewriting(self._config, self._nonce, keys, fields)
+        wanted, values, _ = rewriting(self._config, self._nonce, keys, fields)
         own = self._issued(wanted)
         return self._shards.rewrite(own, values_of_rows(self._config, len(own), values))
 
