@@ -32,12 +32,16 @@ class Learner {
   }
 
   bool closed() const { return !attachment_; }
-  // Throws std::runtime_error when it is closed.
-  const std::shared_ptr<Attachment>& require_open() const {
-    if (!attachment_) throw std::runtime_error("the replay buffer is closed");
+  // What a call keeps that lets go of the caller's lock: another thread may close() this meanwhile. Throws
+  // std::runtime_error when it is closed.
+  std::shared_ptr<Attachment> require_open() const {
+    attachment();
     return attachment_;
   }
-  Attachment& attachment() const { return *require_open(); }
+  Attachment& attachment() const {
+    if (!attachment_) throw std::runtime_error("the replay buffer is closed");
+    return *attachment_;
+  }
 
   // A draw that is under way in another thread ends as it would have.
   void close() {
@@ -135,7 +139,7 @@ class Learner {
 
   // Draws once, as far as the limiter admits it. Whatever ends it, a draw that gave no batch has not happened.
   DrawResult draw(int n, double beta, const Patience& patience, const BatchPointers& out, int threads) {
-    const std::shared_ptr<Attachment> a = require_open();  // close() may run in another thread meanwhile
+    const std::shared_ptr<Attachment> a = require_open();
     DrawResult result;
     join();
     NextDraw next(*this);
@@ -163,7 +167,7 @@ class Learner {
   }
 
   // Copies the items anchored at `keys` that can be drawn, in their order. `step`: of the draw of this process whose
-  // chances they take again. Returns how many there are. `a` is what the call began with: it may be closed since.
+  // chances they take again. Returns how many there are. `a` is what the call began with, and keeps.
   int gather(const std::shared_ptr<Attachment>& a, const std::vector<int64_t>& keys, double beta,
              std::optional<uint64_t> step, const BatchPointers& out, int threads, DrawnFrom& from) {
     a->settle_feedback();

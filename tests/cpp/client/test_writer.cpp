@@ -43,6 +43,15 @@ std::vector<int64_t> write(Writer& writer, Wait& wait, uint64_t n = 1) {
   return keys;
 }
 
+// Of a buffer whose learner draws little.
+std::shared_ptr<Attachment> tight() {
+  Plan plan;
+  plan.limiter = kTight;
+  plan.capacity = 64;
+  const Caller caller;
+  return attachment(plan);
+}
+
 // The next row has to wait.
 std::unique_ptr<Writer> waiting_writer_to(const std::shared_ptr<Attachment>& a) {
   auto writer = writer_to(a);
@@ -79,13 +88,7 @@ BOOST_AUTO_TEST_CASE(rows_are_written_and_counted_also_over_a_departure) {
 }
 
 BOOST_AUTO_TEST_CASE(a_wait_for_the_learner_looks_when_it_begins_and_once_a_slice) {
-  Plan plan;
-  plan.limiter = kTight;
-  plan.capacity = 64;
-  const auto a = [&] {
-    const Caller caller;
-    return attachment(plan);
-  }();
+  const auto a = tight();
   constexpr int kSlices = 6;
   CountedWait wait;
   std::vector<int64_t> waited;
@@ -105,11 +108,8 @@ BOOST_AUTO_TEST_CASE(a_wait_for_the_learner_looks_when_it_begins_and_once_a_slic
 
 // It would turn in a loop until it is admitted.
 BOOST_AUTO_TEST_CASE(it_sleeps_again_when_another_one_has_used_up_what_a_draw_let_through) {
-  Plan plan;
-  plan.limiter = kTight;
-  plan.capacity = 64;
+  const auto a = tight();
   const Caller caller;
-  const auto a = attachment(plan);
   const auto writer = waiting_writer_to(a);
   CountedWait wait;
   wait.at_look = [&](Blocked, int64_t) {
@@ -122,13 +122,7 @@ BOOST_AUTO_TEST_CASE(it_sleeps_again_when_another_one_has_used_up_what_a_draw_le
 }
 
 BOOST_AUTO_TEST_CASE(who_waits_for_the_learner_wakes_when_it_has_drawn) {
-  Plan plan;
-  plan.limiter = kTight;
-  plan.capacity = 64;
-  const auto a = [&] {
-    const Caller caller;
-    return attachment(plan);
-  }();
+  const auto a = tight();
   std::atomic<bool> waits{false};
   CountedWait wait;
   wait.at_look = [&](Blocked, int64_t) { waits = true; };
@@ -147,11 +141,8 @@ BOOST_AUTO_TEST_CASE(who_waits_for_the_learner_wakes_when_it_has_drawn) {
 }
 
 BOOST_AUTO_TEST_CASE(a_wait_that_gives_up_ends_the_call_and_the_writer_goes_on) {
-  Plan plan;
-  plan.limiter = kTight;
-  plan.capacity = 64;
+  const auto a = tight();
   const Caller caller;
-  const auto a = attachment(plan);
   const auto writer = waiting_writer_to(a);
   CountedWait wait;
   wait.at_look = [](Blocked, int64_t) { throw GaveUp(); };
@@ -164,13 +155,7 @@ BOOST_AUTO_TEST_CASE(a_wait_that_gives_up_ends_the_call_and_the_writer_goes_on) 
 }
 
 BOOST_AUTO_TEST_CASE(another_thread_is_refused_while_a_call_waits) {
-  Plan plan;
-  plan.limiter = kTight;
-  plan.capacity = 64;
-  const auto a = [&] {
-    const Caller caller;
-    return attachment(plan);
-  }();
+  const auto a = tight();
   const auto writer = [&] {
     const Caller caller;
     return waiting_writer_to(a);
@@ -196,11 +181,8 @@ BOOST_AUTO_TEST_CASE(another_thread_is_refused_while_a_call_waits) {
 }
 
 BOOST_AUTO_TEST_CASE(a_child_that_is_forked_out_of_a_waiting_call_does_not_go_on_with_it) {
-  Plan plan;
-  plan.limiter = kTight;
-  plan.capacity = 64;
+  const auto a = tight();
   const Caller caller;
-  const auto a = attachment(plan);
   const auto writer = waiting_writer_to(a);
   CountedWait wait;
   pid_t child = -1;
@@ -254,13 +236,7 @@ BOOST_AUTO_TEST_CASE(a_stalled_call_goes_on_when_a_slot_comes_free) {
 }
 
 BOOST_AUTO_TEST_CASE(a_learner_that_is_stopped_with_the_lock_holds_no_look_up) {
-  Plan plan;
-  plan.limiter = kTight;
-  plan.capacity = 64;
-  const auto a = [&] {
-    const Caller caller;
-    return attachment(plan);
-  }();
+  const auto a = tight();
   const auto writer = [&] {
     const Caller caller;
     return waiting_writer_to(a);
