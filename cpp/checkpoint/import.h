@@ -155,7 +155,8 @@ class Import {
             memory_.layout().view.linked());
     PriorityTree tree = memory_.tree();
     const float leaf = tree.clamp(rows.leaf[i]);
-    tree.leaves()[slot] = header_.sampler.prioritized || leaf == 0 ? leaf : 1;
+    const bool kept = header_.sampler.prioritized || leaf == 0 || (Epochs::are_kept(header_) && leaf == Epochs::kDrawn);
+    tree.leaves()[slot] = kept ? leaf : 1;
     TORCHREPLAY_FAULT("import.copied");
     row.word.store(slot_word::done(key, slot_word::kLoaded), std::memory_order_release);
   }

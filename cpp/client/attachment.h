@@ -15,6 +15,11 @@ namespace torchreplay {
 // For so long what must not depend on anybody who may have been stopped waits for the drawing thread.
 inline constexpr int64_t kSettleNs = 200'000'000;
 
+// How many epochs have ended; items that the one under way has not drawn; and all.
+struct EpochState {
+  uint64_t ended, due, items;
+};
+
 // Shared by all learners and writers of the process. Guarded by the caller's lock.
 class Attachment {
  public:
@@ -95,6 +100,16 @@ class Attachment {
     lock.absorb();
     publish_limit(*memory_);
     return memory_->header().rows;
+  }
+
+  // Of draws without replacement, absorbed to now.
+  EpochState epoch() {
+    const Unlocked others;
+    SegmentLock lock(*memory_);
+    lock.absorb();
+    publish_limit(*memory_);
+    const Epochs epochs(*memory_);
+    return {epochs.ended(), epochs.due(), static_cast<uint64_t>(memory_->tree().count())};
   }
 
   // A learner that waited has given up: what it needed is no longer admitted beyond the ratio. It must not wait again,

@@ -17,6 +17,7 @@ namespace torchreplay {
 // What a draw gave, or why it gave nothing.
 struct DrawResult {
   Draw outcome = Draw::kStopped;
+  int count = 0;  // of its items
   Shortage shortage = {};
   DrawnFrom from = {};
 };
@@ -138,7 +139,9 @@ class Learner {
   // Drawing
 
   // Draws once, as far as the limiter admits it. Whatever ends it, a draw that gave no batch has not happened.
-  DrawResult draw(int n, double beta, const Patience& patience, const BatchPointers& out, int threads) {
+  // `last_epoch` as in EpochRules.
+  DrawResult draw(int n, double beta, const Patience& patience, const BatchPointers& out, int threads,
+                  uint64_t last_epoch = kNever) {
     const std::shared_ptr<Attachment> a = require_open();
     DrawResult result;
     join();
@@ -150,7 +153,8 @@ class Learner {
       next.take();
       {
         const Unlocked others;
-        result.outcome = sampler->sample(n, beta, next.name(), out, result.shortage, patience);
+        result.outcome = sampler->sample(n, beta, next.name(), out, result.shortage, patience, {.last = last_epoch});
+        result.count = sampler->count();
         if (sampler->pending()) reclaim_dead(a->memory());
       }
       result.from = sampler->drawn_from();
@@ -162,7 +166,7 @@ class Learner {
     }
     if (result.outcome != Draw::kDone) return result;
     next.keep();
-    note_draw(n);
+    note_draw(result.count);
     return result;
   }
 

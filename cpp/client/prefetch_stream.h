@@ -21,10 +21,12 @@ class PrefetchStream {
     Draw outcome = Draw::kWait;
     std::optional<Shortage> shortage;
     std::optional<Memory> memory;
+    int count = 0;  // of its items
   };
 
-  PrefetchStream(std::shared_ptr<Learner> learner, int batch_size)
-      : learner_(std::move(learner)), batch_size_(batch_size) {}
+  // `last_epoch` as in EpochRules.
+  PrefetchStream(std::shared_ptr<Learner> learner, int batch_size, uint64_t last_epoch = kNever)
+      : learner_(std::move(learner)), batch_size_(batch_size), last_epoch_(last_epoch) {}
   ~PrefetchStream() {
     try {
       close();
@@ -57,7 +59,8 @@ class PrefetchStream {
     if (taken.outcome != Draw::kDone) return taken;
     attachment->note_taken(prefetcher_->missed_updates());
     drawn_from_ = prefetcher_->drawn_from();
-    learner_->note_draw(batch_size_);
+    learner_->note_draw(prefetcher_->count());
+    taken.count = prefetcher_->count();
     taken.memory = std::move(orders_.front().memory);
     forget(1);
     return taken;
@@ -138,6 +141,7 @@ class PrefetchStream {
       prefetcher_ = attachment->make_prefetcher();
     }
     Order order{.n = batch_size_, .beta = beta, .name = learner_->next_, .out = {}, .threads = threads};
+    order.rules.last = last_epoch_;
     memory.point(order.out);
     orders_.push_back({std::move(memory), order.name, beta, threads});
     try {
@@ -172,6 +176,7 @@ class PrefetchStream {
 
   std::shared_ptr<Learner> learner_;
   int batch_size_;
+  uint64_t last_epoch_;
   Busy busy_ = Busy::kNo;
   uint64_t busy_in_ = 0;  // fork generation
   std::deque<Ordered> orders_;

@@ -2,11 +2,13 @@
 // meanwhile.
 #pragma once
 
+#include <algorithm>
 #include <limits>
 #include <optional>
 #include <vector>
 
 #include "absorb/drawn_items.h"
+#include "absorb/epochs.h"
 #include "draw/item_gather.h"
 #include "draw/strata.h"
 #include "draw/thread_pool.h"
@@ -27,16 +29,25 @@ struct DrawName {
 
 enum class Draw {
   kDone,
-  kWait,     // the limiter wants more items, or none can be drawn yet
-  kBarren,   // whole turns of rows completed no item: waiting is in vain, unless they were not looked at
-  kStopped,  // the buffer was
-  kLapped,   // the ring turns faster than a batch is copied
+  kWait,       // the limiter wants more items, or none can be drawn yet
+  kBarren,     // whole turns of rows completed no item: waiting is in vain, unless they were not looked at
+  kStopped,    // the buffer was
+  kLapped,     // the ring turns faster than a batch is copied
+  kEpochEnds,  // the next epoch may not begin yet
+  kEpochOver,  // nor ever: it was the last
 };
 
 // What a waiting learner has to know.
 struct Shortage {
   uint64_t inserted = 0, needed = 0, drawable = 0;
   uint32_t seen = 0;  // rows_signal before the draw looked: what it sleeps on
+};
+
+// Of a draw without replacement. With a last epoch its batches end with epochs, shorter than others; else they go on
+// into the next one.
+struct EpochRules {
+  uint64_t last = kNever;  // by number
+  bool may_begin = true;   // an epoch
 };
 
 // The tree as a draw found it: the sum of all leaves, the number of positive ones and their smallest; and the exponent
@@ -65,6 +76,12 @@ class CountedDraw {
     header_.draws.fetch_add(1, std::memory_order_relaxed);
   }
 
+  // So many of them turned out not to be drawn.
+  void shrink(uint64_t n) {
+    items_ -= n;
+    header_.sampled.fetch_sub(n, std::memory_order_relaxed);
+  }
+
   void take_back() {
     if (items_) uncount(header_, 1, std::exchange(items_, 0));
   }
@@ -85,7 +102,8 @@ class CountedDraw {
 class BatchSampler {
  public:
   // `plan`: what a batch consists of; nullptr for one of single rows. It must outlive the sampler.
-  explicit BatchSampler(SegmentMemory& m, const ItemPlan* plan = nullptr) : memory_(m), plan_(plan), copiers_(1) {
+  explicit BatchSampler(SegmentMemory& m, const ItemPlan* plan = nullptr)
+      : memory_(m), plan_(plan), epochs_(m), keeps_epochs_(Epochs::are_kept(m.header())), copiers_(1) {
     copiers_[0].emplace(m, plan);
   }
 
@@ -97,6 +115,10 @@ class BatchSampler {
 
   // The tree as the last draw, or gather(), found it, before any redraw.
   const DrawnFrom& drawn_from() const { return drawn_from_; }
+
+  // Items of the last draw, and the epoch that it was of, by number.
+  int count() const { return static_cast<int>(items_.size()); }
+  uint64_t epoch() const { return epoch_; }
 
   // Copies the items anchored at `keys`, in their order, leaving out those that cannot be drawn (any more). Returns how
   // many there are. Their weights and probabilities are those of a draw; `name`: of the one whose chances they take
@@ -127,27 +149,31 @@ class BatchSampler {
     return static_cast<int>(items_.size());
   }
 
-  // Draws `n` items, stratified and with replacement. O(n (log capacity + bytes of an item)). Throws what a wait for
-  // the mutex throws. A draw that throws, or ends otherwise, is not counted.
+  // Draws `n` items, stratified; with replacement, unless the segment keeps epochs. O(n (log capacity + bytes of an
+  // item)), and O(capacity) when an epoch begins. Throws what a wait for the mutex throws. A draw that throws, or ends
+  // otherwise, is not counted, and its items stay due.
   Draw sample(int n, double beta, const DrawName& name, const BatchPointers& out, Shortage& shortage,
-              const Patience& patience = {}) {
+              const Patience& patience = {}, const EpochRules& rules = {}) {
     LearnerTurn turn(memory_);
     CountedDraw counted(memory_.header());
+    TakenItems taken(*this);
     items_.resize(n);
     todo_.resize(n);
     for (int i = 0; i < n; i++) todo_[i] = i;
     RewriteWatch watch(memory_.header());
     for (uint32_t round = 0; round < kRounds; round++) {
-      const Draw outcome = draw(n, name, round, shortage, patience, turn, counted);
+      const Draw outcome = draw(n, name, round, shortage, patience, turn, counted, rules);
       if (outcome != Draw::kDone) return outcome;
+      taken.begin();
       TORCHREPLAY_FAULT("draw.drawn");
       copy(out);
       TORCHREPLAY_FAULT("draw.copied");
       copy_rewritten(watch, out, patience);
       if (todo_.empty()) {
         drawn_from_.beta = beta;
-        finish(n, beta, out);
+        finish(count(), beta, out);
         counted.keep();
+        taken.keep();
         return Draw::kDone;
       }
       memory_.header().redraws.fetch_add(todo_.size(), std::memory_order_relaxed);
@@ -189,20 +215,37 @@ class BatchSampler {
     std::optional<ItemGather> items_;
   };
 
+  // What a draw without replacement has taken. Unless it is kept it is due again, if the lock comes free at once.
+  class TakenItems {
+   public:
+    explicit TakenItems(BatchSampler& sampler) : sampler_(sampler) {}
+    ~TakenItems() {
+      if (begun_) sampler_.give_back();
+    }
+    TakenItems(const TakenItems&) = delete;
+
+    void begin() { begun_ = sampler_.keeps_epochs_; }
+    void keep() { begun_ = false; }
+
+   private:
+    BatchSampler& sampler_;
+    bool begun_ = false;
+  };
+
   // After so many redraws of one batch the ring turns faster than a batch is copied.
   static constexpr uint32_t kRounds = 64;
   // Takes no chance: nothing is relabelled.
   static constexpr uint64_t kNoChance = std::numeric_limits<uint64_t>::max();
   // Marks the stream of random words that items use for themselves.
   static constexpr uint64_t kChances = uint64_t{1} << 47;  // rounds lie below
+  // Marks the one that turns the strata of a draw without replacement.
+  static constexpr uint64_t kTurns = uint64_t{1} << 46;
 
   // Draws the items of todo_. Round 0 is the draw itself; later rounds redraw in the same strata.
   Draw draw(int n, const DrawName& name, uint32_t round, Shortage& shortage, const Patience& patience,
-            LearnerTurn& turn, CountedDraw& counted) {
+            LearnerTurn& turn, CountedDraw& counted, const EpochRules& rules) {
     const int count = static_cast<int>(todo_.size());
-    random_.resize(count);
-    philox_fill(name.seed, name.stream | uint64_t{round} << 32, name.step, random_.data(), count);
-    take_chances(name, round, count);
+    fill_random(count, name, round);
     Header& h = memory_.header();
     shortage.seen = h.rows_signal.load(std::memory_order_acquire);
     SegmentLock lock(memory_, patience);
@@ -223,14 +266,26 @@ class BatchSampler {
       const bool barren = tree.total() == 0 && h.absorbed > h.completed_at + 2 * memory_.capacity();
       return barren ? Draw::kBarren : Draw::kWait;
     }
-    find(tree, n);
+    if (keeps_epochs_) {
+      const size_t before = items_.size();
+      if (const Draw due = find_due(n, name, round, rules); due != Draw::kDone) return due;
+      if (counted && items_.size() < before) counted.shrink(before - items_.size());
+    } else {
+      find(tree, n);
+    }
     if (!round) note_tree(tree);
     if (!counted) {
-      counted.count(n);
+      counted.count(static_cast<int>(items_.size()));
       h.demand = 0;  // another learner that still waits will say so again
     }
     publish_limit(memory_);
     return Draw::kDone;
+  }
+
+  void fill_random(int count, const DrawName& name, uint32_t round) {
+    random_.resize(count);
+    philox_fill(name.seed, name.stream | uint64_t{round} << 32, name.step, random_.data(), count);
+    take_chances(name, round, count);
   }
 
   // Shows writers what a draw of `n` waits for, and which ticket wakes it. False: that one was taken meanwhile, and its
@@ -254,9 +309,15 @@ class BatchSampler {
 
   // The lock is held.
   void note_tree(const PriorityTree& tree) {
-    const double unit = tree.unit();
-    const auto smallest = static_cast<double>(tree.quantize(tree.min()));  // as weights are made of it
-    drawn_from_ = {static_cast<double>(tree.total()) * unit, smallest * unit, tree.count()};
+    const double unit = keeps_epochs_ ? 1 : tree.unit();
+    const auto smallest = static_cast<double>(mass_of(tree, tree.min()));  // as weights are made of it
+    drawn_from_ = {static_cast<double>(total_of(tree)) * unit, smallest * unit, tree.count()};
+  }
+
+  // What P is made of, in grid units. Of all epochs together each item has the same share.
+  uint64_t mass_of(const PriorityTree& tree, float leaf) const { return keeps_epochs_ ? 1 : tree.quantize(leaf); }
+  uint64_t total_of(const PriorityTree& tree) const {
+    return keeps_epochs_ ? static_cast<uint64_t>(tree.count()) : tree.total();
   }
 
   // Random words for `count` items' own use, where they have one.
@@ -291,7 +352,7 @@ class BatchSampler {
     lock.absorb();
     publish_limit(memory_);
     const PriorityTree tree = memory_.tree();
-    const uint64_t min_mass = tree.quantize(tree.min());
+    const uint64_t min_mass = mass_of(tree, tree.min());
     note_tree(tree);
     for (int i = 0; i < n; i++) {
       if (keys[i] < 0 || static_cast<uint64_t>(keys[i]) >= h.absorbed) continue;
@@ -299,7 +360,7 @@ class BatchSampler {
       const uint64_t slot = memory_.slot_of(key);
       const float leaf = tree.leaf(static_cast<int64_t>(slot));
       if (memory_.at(slot) != key + 1 || !(leaf > 0)) continue;
-      items_.push_back({slot, key + 1, tree.quantize(leaf), tree.total(), min_mass, tree.count(),
+      items_.push_back({slot, key + 1, mass_of(tree, leaf), total_of(tree), min_mass, tree.count(),
                         chance_.empty() ? kNoChance : chance_[i]});
     }
   }
@@ -320,6 +381,136 @@ class BatchSampler {
       drawn.mark(slot);
       items_[todo_[k]] = {slot,     memory_.at(slot), tree.quantize(leaf_[k]),         total,
                           min_mass, tree.count(),     chance_.empty() ? 0 : chance_[k]};
+    }
+  }
+
+  // Draws the items of todo_ from those that are due. Where fewer are than it needs and the rules let no other epoch
+  // begin, the batch becomes shorter. Then all of it is to be copied.
+  Draw find_due(int n, const DrawName& name, uint32_t round, const EpochRules& rules) {
+    const bool bounded = rules.last != kNever;
+    if (bounded && epochs_.ended() > rules.last) return Draw::kEpochOver;
+    if (round) give_back_failed();
+    fresh_ = todo_;
+    if (epochs_.due() < fresh_.size()) {
+      const bool empty = fresh_.size() == items_.size();  // no item of it is there yet
+      if (!bounded && !rules.may_begin && empty) return Draw::kEpochEnds;
+      if (bounded && empty && epochs_.due() == 0) {
+        if (epochs_.ended() == rules.last) return Draw::kEpochOver;
+        if (!rules.may_begin) return Draw::kEpochEnds;
+        epochs_.begin();
+        items_.resize(static_cast<size_t>(n));
+        todo_ = fresh_ = iota(n);
+        fill_random(n, name, round);
+      }
+      if (bounded && epochs_.due() < fresh_.size()) shorten(epochs_.due());
+    }
+    uint64_t turn;
+    philox_fill(name.seed, name.stream | uint64_t{round} << 32 | kTurns, name.step, &turn, 1);
+    early_.clear();
+    for (size_t from = 0; from < fresh_.size();) {
+      if (epochs_.due() == 0 && early_.empty()) begin_within(from);
+      if (epochs_.due() == 0) put_off_no_longer();
+      const size_t many = std::min(fresh_.size() - from, static_cast<size_t>(epochs_.due()));
+      take_due(from, many, turn);
+      from += many;
+    }
+    put_off_no_longer();
+    epoch_ = epochs_.ended();
+    return Draw::kDone;
+  }
+
+  static std::vector<int> iota(int n) {
+    std::vector<int> all(static_cast<size_t>(n));
+    for (int i = 0; i < n; i++) all[static_cast<size_t>(i)] = i;
+    return all;
+  }
+
+  // Only so many of fresh_ can be drawn: the others leave the batch.
+  void shorten(uint64_t most) {
+    if (fresh_.size() == items_.size()) {
+      items_.resize(most);
+      todo_ = fresh_ = iota(static_cast<int>(most));
+      return;
+    }
+    size_t kept = 0, next = 0;
+    std::vector<int> drawn;
+    for (size_t i = 0; i < items_.size(); i++) {
+      const bool failed = next < fresh_.size() && fresh_[next] == static_cast<int>(i);
+      if (failed && next++ >= most) continue;
+      if (failed) drawn.push_back(static_cast<int>(kept));
+      items_[kept++] = items_[i];
+    }
+    items_.resize(kept);
+    fresh_ = std::move(drawn);
+    todo_ = iota(static_cast<int>(kept));
+  }
+
+  // Begins an epoch for a batch that the one before has not filled: its items come again only after all others.
+  void begin_within(size_t drawn) {
+    epochs_.begin();
+    early_.clear();
+    size_t next = 0;
+    for (size_t i = 0; i < items_.size(); i++) {
+      const bool fresh = next < fresh_.size() && fresh_[next] == static_cast<int>(i);
+      if (fresh && next++ >= drawn) continue;
+      const DrawnItem& item = items_[i];
+      const auto slot = static_cast<int64_t>(item.slot);
+      if (memory_.at(item.slot) == item.key1 && memory_.tree().leaf(slot) > 0) early_.push_back(slot);
+    }
+    std::ranges::sort(early_);
+    early_.erase(std::ranges::unique(early_).begin(), early_.end());
+    epochs_.take(early_.data(), static_cast<int>(early_.size()));
+  }
+
+  void put_off_no_longer() {
+    epochs_.give_back(early_.data(), static_cast<int>(early_.size()));
+    early_.clear();
+  }
+
+  // Draws `many` distinct due items for fresh_, from its place `from` on: one of each stratum of their ranks. The
+  // strata are turned by `turn`, so that every due item is as likely as any other.
+  void take_due(size_t from, size_t many, uint64_t turn) {
+    __extension__ using Wide = unsigned __int128;
+    const PriorityTree tree = memory_.tree();
+    const uint64_t due = epochs_.due(), first = static_cast<uint64_t>(Wide{turn} * due >> 64);
+    const Strata strata(due, many);
+    target_.resize(many);
+    index_.resize(many);
+    leaf_.resize(many);
+    for (size_t k = 0; k < many; k++) {
+      const uint64_t rank = first + strata.target(k, random_[from + k]);
+      target_[k] = epochs_.target(rank < due ? rank : rank - due);
+    }
+    tree.find(target_.data(), static_cast<int>(many), index_.data(), leaf_.data(), &memory_.at(0));
+    const auto items = static_cast<uint64_t>(tree.count());
+    DrawnItems drawn(memory_);
+    for (size_t k = 0; k < many; k++) {
+      const auto slot = static_cast<uint64_t>(index_[k]);
+      drawn.mark(slot);
+      items_[fresh_[from + k]] = {
+          slot, memory_.at(slot), 1, items, 1, tree.count(), chance_.empty() ? 0 : chance_[from + k]};
+    }
+    epochs_.take(index_.data(), static_cast<int>(many));
+  }
+
+  static int64_t key_of(const DrawnItem& item) { return static_cast<int64_t>(item.key1) - 1; }
+
+  // The items of todo_ could not be copied. Those that are there still are due.
+  void give_back_failed() {
+    std::vector<int64_t> keys(todo_.size());
+    std::ranges::transform(todo_, keys.begin(), [&](int i) { return key_of(items_[i]); });
+    epochs_.give_back_keys(epoch_, keys);
+  }
+
+  // All items are due again, unless the lock is another's, who may be stopped: then in the next epoch.
+  void give_back() {
+    std::vector<int64_t> keys(items_.size());
+    std::ranges::transform(items_, keys.begin(), key_of);
+    const Undisturbed here;
+    try {
+      const SegmentLock lock(memory_, {.deadline = 0});
+      epochs_.give_back_keys(epoch_, keys);
+    } catch (...) {
     }
   }
 
@@ -399,6 +590,11 @@ class BatchSampler {
 
   SegmentMemory& memory_;
   const ItemPlan* plan_;
+  Epochs epochs_;
+  bool keeps_epochs_;
+  uint64_t epoch_ = 0;
+  std::vector<int> fresh_;      // items that find_due() draws
+  std::vector<int64_t> early_;  // slots of those of the epoch that ended in it
   int threads_ = 1;
   std::vector<std::optional<Copier>> copiers_;  // of each thread
   std::vector<Part> parts_;

@@ -163,6 +163,10 @@ inline void check_drawn(Draw outcome, int n, const Shortage& shortage, const Seg
     case Draw::kLapped:
       text << "the ring turns faster than a batch is copied: " << memory.capacity() << " rows against batches of " << n
            << "; choose a larger capacity, or slow the explorers with SamplesPerInsert";
+      break;
+    case Draw::kEpochEnds:
+    case Draw::kEpochOver:
+      text << "the epoch is over";  // of draws that are bounded to some
   }
   throw std::runtime_error(text.str());
 }

@@ -19,7 +19,9 @@ struct Order {
   double beta = 0;
   DrawName name;
   BatchPointers out;
-  int threads = 1;                     // that may share the copies
+  int threads = 1;  // that may share the copies
+  EpochRules rules = {};
+  uint64_t epoch = 0;                  // once it is drawn, and then `n` is the number of its items
   uint64_t updated = 0, fed_back = 0;  // TD errors applied before: all others, and those handed over here
   DrawnFrom drawn_from = {};           // once it is drawn
 };
@@ -44,6 +46,7 @@ class PrefetchQueue {
   // Draws that have not happened.
   struct GivenUp {
     uint64_t draws = 0, items = 0;
+    std::vector<std::pair<uint64_t, std::vector<int64_t>>> due;  // by epoch: keys that it has not drawn then
   };
 
   // `plan` as for BatchSampler. `outstanding` counts what is to be done, by all who share it. All must outlive the
@@ -80,6 +83,7 @@ class PrefetchQueue {
       missed_updates_ =
           updated_by_others() - order.updated + feedback_.updated() - order.fed_back + feedback_.waiting();
       drawn_from_ = order.drawn_from;
+      count_ = order.n;
       orders_.pop_front();
       done_--;
       taken_++;
@@ -101,13 +105,14 @@ class PrefetchQueue {
   // draw and its taking, and what it was drawn from.
   uint64_t missed_updates() const { return missed_updates_; }
   const DrawnFrom& drawn_from() const { return drawn_from_; }
+  int count() const { return count_; }  // its items
 
   SettlePoint settle_point(bool draws) const { return {feedback_.pushed(), draws}; }
 
   // Whether that is applied; and drawn, or waiting for items that have not come.
   bool is_settled(const SettlePoint& point) const {
     if (feedback_.done() < point.feedback) return false;
-    if (!point.draws || all_drawn() || failed()) return true;
+    if (!point.draws || all_drawn() || failed() || holds_) return true;
     return short_ && short_->shortage.seen == memory_.header().rows_signal.load(std::memory_order_acquire);
   }
 
@@ -122,6 +127,7 @@ class PrefetchQueue {
     error_ = nullptr;
     short_.reset();
     demanded_ = false;
+    holds_ = false;
   }
 
   bool all_drawn() const { return done_ == orders_.size(); }
@@ -148,9 +154,12 @@ class PrefetchQueue {
   // Without the lock. Where it is kDone, note_drawn() follows.
   Draw draw(Order& order, Shortage& shortage, const Patience& patience) {
     sampler_.set_threads(order.threads);
-    const Draw outcome = sampler_.sample(order.n, order.beta, order.name, order.out, shortage, patience);
-    demanded_ = outcome != Draw::kDone;
+    const Draw outcome = sampler_.sample(order.n, order.beta, order.name, order.out, shortage, patience, order.rules);
+    demanded_ = outcome != Draw::kDone && outcome != Draw::kEpochEnds;
     order.drawn_from = sampler_.drawn_from();
+    if (outcome != Draw::kDone) return outcome;
+    order.n = sampler_.count();
+    order.epoch = sampler_.epoch();
     return outcome;
   }
 
@@ -167,6 +176,10 @@ class PrefetchQueue {
 
   void note_short(const Short& what) { short_ = what; }
 
+  // The first that is not drawn would begin an epoch. It waits until the batches before it are taken, and it is asked
+  // for: one that is given up could not end that epoch again.
+  void note_held(bool holds) { holds_ = holds; }
+
   void fail(Draw outcome, std::exception_ptr error) {
     outcome_ = outcome;
     error_ = std::move(error);
@@ -176,7 +189,13 @@ class PrefetchQueue {
   // Gives up all orders. Nobody is at work.
   GivenUp give_up() {
     GivenUp given_up;
-    for (size_t i = 0; i < done_; i++) given_up.items += static_cast<uint64_t>(orders_[i].n);
+    const bool keeps_epochs = Epochs::are_kept(memory_.header());
+    for (size_t i = 0; i < done_; i++) {
+      const Order& order = orders_[i];
+      given_up.items += static_cast<uint64_t>(order.n);
+      if (keeps_epochs)
+        given_up.due.emplace_back(order.epoch, std::vector<int64_t>(order.out.keys, order.out.keys + order.n));
+    }
     given_up.draws = std::exchange(done_, 0);
     outstanding_.draws.fetch_sub(static_cast<int>(orders_.size() - given_up.draws), std::memory_order_relaxed);
     orders_.clear();
@@ -193,6 +212,7 @@ class PrefetchQueue {
     try {
       const SegmentLock lock(memory_, {.deadline = monotonic_ns() + kSliceNs});
       h.demand = 0;  // or writers would go on running ahead for a learner that does not come
+      for (const auto& [epoch, keys] : given_up.due) Epochs(memory_).give_back_keys(epoch, keys);
       publish_limit(memory_);
     } catch (const LockTimeout&) {
     }
@@ -212,6 +232,7 @@ class PrefetchQueue {
   Outstanding& outstanding_;
   BatchSampler sampler_;   // this and the next are whose thread draws
   bool demanded_ = false;  // the last draw may have left a demand
+  bool holds_ = false;     // see note_held()
   std::deque<Order> orders_;
   uint64_t taken_ = 0;  // orders before those
   size_t done_ = 0;     // of the orders, the oldest: drawn, and not taken
@@ -222,6 +243,7 @@ class PrefetchQueue {
   std::optional<Short> short_;
   uint64_t missed_updates_ = 0;
   DrawnFrom drawn_from_;
+  int count_ = 0;
 };
 
 }  // namespace torchreplay

@@ -82,6 +82,7 @@ class Prefetcher {
   // from.
   uint64_t missed_updates() const { return queue_.missed_updates(); }
   const DrawnFrom& drawn_from() const { return queue_.drawn_from(); }
+  int count() const { return queue_.count(); }  // its items
 
   // Whether the caller is the one who orders.
   bool is_orderer() {
@@ -139,11 +140,14 @@ class Prefetcher {
   void wait(std::unique_lock<std::mutex>& lock, int64_t ns) {
     const int64_t start = monotonic_ns();
     const bool was_short = queue_.is_short();
+    wanted_ = true;
+    if (held_) ordered_.notify_one();
     const auto there = [&] { return queue_.has_news(); };
     if (dozing_)
       await(lock, ns, there);
     else  // a thread that the order woke is there soon, and draws the batches after this one, too
       drawn_.wait_for(lock, std::chrono::nanoseconds(ns), there);
+    wanted_ = false;
     const int64_t end = monotonic_ns();
     if (was_short || queue_.is_short()) memory_.header().sample_wait.add(end - start, machine_ns());
   }
@@ -218,7 +222,7 @@ class Prefetcher {
     for (;;) {
       sleep(lock);
       if (ending() || queue_.failed()) return nullptr;
-      if (!queue_.is_feedback_due()) return &queue_.first();
+      if (!queue_.is_feedback_due()) return &first();
       apply_first(lock, {});
     }
   }
@@ -239,6 +243,13 @@ class Prefetcher {
       }
     }
     asleep_ = false;
+  }
+
+  // The mutex is held. The next to draw, which may begin an epoch only when the caller waits for it.
+  Order& first() {
+    Order& order = queue_.first();
+    order.rules.may_begin = wanted_ && !queue_.finished();
+    return order;
   }
 
   struct NotDrawn {};
@@ -282,7 +293,7 @@ class Prefetcher {
 
   // The mutex is held, but not while it draws, nor where that throws.
   void draw_first(std::unique_lock<std::mutex>& lock, const Patience& patience) {
-    Order& order = queue_.first();
+    Order& order = first();
     lock.unlock();
     Shortage shortage;
     if (queue_.draw(order, shortage, patience) != Draw::kDone) throw NotDrawn{};
@@ -312,6 +323,10 @@ class Prefetcher {
       Shortage shortage;
       const Draw outcome = queue_.draw(order, shortage, {.until_stopped = true});
       if (queue_.met_pending()) reclaim_dead(memory_);
+      if (outcome == Draw::kEpochEnds) {
+        wait_until_wanted();
+        continue;
+      }
       if (outcome != Draw::kWait && outcome != Draw::kBarren) return outcome;
       wait_for_rows({shortage, outcome == Draw::kBarren});
       if (ending()) throw Interrupted{};
@@ -326,6 +341,19 @@ class Prefetcher {
     queue_.note_short(what);
     drawn_.notify_all();
     while (queue_.has_feedback()) apply_first(lock, {});
+  }
+
+  // Until the caller waits for the batch that would begin an epoch. Such buffers have no TD errors to apply meanwhile.
+  void wait_until_wanted() {
+    std::unique_lock lock(mutex_);
+    held_ = true;
+    queue_.note_held(true);
+    drawn_.notify_all();
+    ordered_.wait(lock, [&] { return ending() || (wanted_ && !queue_.finished()); });
+    held_ = false;
+    queue_.note_held(false);
+    if (ending()) throw Interrupted{};
+    first();
   }
 
   void finish(Order& order, Draw outcome) {
@@ -361,6 +389,8 @@ class Prefetcher {
   bool dozing_ = false;    // it wakes by itself
   bool stood_in_ = false;  // another thread does its work
   bool met_work_ = false;  // it did so when the thread went to sleep
+  bool wanted_ = false;    // the caller waits for the oldest batch
+  bool held_ = false;      // the thread waits for that, to begin an epoch
   pthread_t orderer_{};
   WakeupTimer wakeup_timer_;
   PrefetchQueue queue_;

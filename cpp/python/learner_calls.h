@@ -25,13 +25,14 @@ inline PyObject* make_batch(SegmentObject& s, BatchBuilder& builder) {
   return batch.release();
 }
 
-// Why there is no batch: (word, inserted, needed, drawable, seen), the word being "wait", "barren", "stopped" or
-// "lapped". wait_rows() takes `seen`.
+// Why there is no batch: (word, inserted, needed, drawable, seen), the word being "wait", "barren", "stopped", "lapped"
+// or "over". wait_rows() takes `seen`.
 inline PyObject* explain(Draw outcome, const Shortage& shortage) {
-  const char* const why = outcome == Draw::kWait      ? "wait"
-                          : outcome == Draw::kBarren  ? "barren"
-                          : outcome == Draw::kStopped ? "stopped"
-                                                      : "lapped";
+  const char* const why = outcome == Draw::kWait        ? "wait"
+                          : outcome == Draw::kBarren    ? "barren"
+                          : outcome == Draw::kStopped   ? "stopped"
+                          : outcome == Draw::kEpochOver ? "over"
+                                                        : "lapped";
   return checked(
       Py_BuildValue("sKKKI", why, shortage.inserted, shortage.needed, shortage.drawable, unsigned{shortage.seen}));
 }
@@ -46,8 +47,9 @@ inline PyObject* told(PyObject* batch, const DrawnFrom& from) {
 template <class Give>
 PyObject* sample_and(const char* name, PyObject* self, PyObject* const* args, Py_ssize_t nargs, Give&& give) {
   return method<SegmentObject>(self, [&](SegmentObject& s) {
-    expect_args(name, nargs, 4);
+    if (nargs != 5) expect_args(name, nargs, 4);
     const int n = as_count(args[0]);
+    const uint64_t last_epoch = nargs == 5 ? as_uint(args[4]) : kNever;
     const double beta = as_double(args[1]);
     const Patience patience{as_int(args[2]), true};
     const std::shared_ptr<AttachedSegment> attached = s.attached();
@@ -56,9 +58,11 @@ PyObject* sample_and(const char* name, PyObject* self, PyObject* const* args, Py
     if (args[3] == Py_None) {
       BatchBuilder builder(attached->outputs(), n);
       builder.point(pointers);
-      const DrawResult result = s.learner->draw(n, beta, patience, pointers, threads);
+      const DrawResult result = s.learner->draw(n, beta, patience, pointers, threads, last_epoch);
+      builder.shrink(result.count);
       return give(result.outcome == Draw::kDone ? make_batch(s, builder) : nullptr, result);
     }
+    if (nargs == 5) throw std::invalid_argument("a batch of an epoch goes into memory of its own");
     GivenBatch given(attached->outputs(), n, args[3], reserved_names());
     given.point(pointers);
     const DrawResult result = s.learner->draw(n, beta, patience, pointers, threads);
@@ -68,15 +72,16 @@ PyObject* sample_and(const char* name, PyObject* self, PyObject* const* args, Py
   });
 }
 
-// sample(n, beta, deadline, out) -> batch, which is `out` unless that is None, or what explain() says.
+// sample(n, beta, deadline, out, [last_epoch]) -> batch, which is `out` unless that is None, or what explain() says.
+// `last_epoch` as in EpochRules.
 inline PyObject* sample(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return sample_and("sample", self, args, nargs, [](PyObject* batch, const DrawResult& result) {
     return batch ? batch : explain(result.outcome, result.shortage);
   });
 }
 
-// sample_told(n, beta, deadline, out) -> (batch, drawn_from), the latter as as_tuple() says; or (None, what explain()
-// says).
+// sample_told(n, beta, deadline, out, [last_epoch]) -> (batch, drawn_from), the latter as as_tuple() says; or (None,
+// what explain() says).
 inline PyObject* sample_told(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return sample_and("sample_told", self, args, nargs, [](PyObject* batch, const DrawResult& result) {
     if (batch) return told(batch, result.from);
@@ -235,6 +240,14 @@ inline PyObject* wait_rows(PyObject* self, PyObject* const* args, Py_ssize_t nar
   return on_segment(self, [&](AttachedSegment& segment) {
     expect_args("wait_rows", nargs, 2);
     segment.wait_for_rows(static_cast<uint32_t>(as_uint(args[0])), as_int(args[1]));
+  });
+}
+
+// epoch() -> (how many epochs have ended, items that the one under way has not drawn, all items), absorbed to now.
+inline PyObject* epoch(PyObject* self, PyObject*) {
+  return on_segment(self, [&](AttachedSegment& segment) {
+    const EpochState e = segment.epoch();
+    return checked(Py_BuildValue("KKK", e.ended, e.due, e.items));
   });
 }
 

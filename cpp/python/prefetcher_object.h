@@ -22,8 +22,8 @@ struct BatchMemory {
 };
 
 struct PrefetcherObject {
-  PrefetcherObject(PyObject* object, SegmentObject& s, int size)
-      : owner(Ref::borrow(object)), attached(s.attached()), batch_size(size), stream(s.learner, size) {}
+  PrefetcherObject(PyObject* object, SegmentObject& s, int size, uint64_t last_epoch)
+      : owner(Ref::borrow(object)), attached(s.attached()), batch_size(size), stream(s.learner, size, last_epoch) {}
 
   Ref owner;
   std::shared_ptr<AttachedSegment> attached;
@@ -50,7 +50,10 @@ struct PrefetcherObject {
     if (taken.outcome != Draw::kDone || !taken.memory)
       return segment::explain(taken.outcome, taken.shortage.value_or(Shortage{}));
     BatchMemory memory = std::move(*taken.memory);
-    if (memory.builder) return segment::make_batch(segment(), *memory.builder);
+    if (memory.builder) {
+      memory.builder->shrink(taken.count);
+      return segment::make_batch(segment(), *memory.builder);
+    }
     segment::sign(segment(), memory.given.get());
     return memory.given.release();
   }
@@ -75,13 +78,14 @@ struct PrefetcherObject {
 
 namespace prefetcher {
 
-// Prefetcher(segment, n)
+// Prefetcher(segment, n, [last_epoch]): the latter as in EpochRules.
 inline int init(PyObject* self, PyObject* args, PyObject*) {
   return as_status(guarded([&] {
     PyObject* segment;
     int n;
-    if (!PyArg_ParseTuple(args, "Oi", &segment, &n)) throw PythonError{};
-    install(self, new PrefetcherObject(segment, state_of<SegmentObject>(segment), n));
+    unsigned long long last = kNever;
+    if (!PyArg_ParseTuple(args, "Oi|K", &segment, &n, &last)) throw PythonError{};
+    install(self, new PrefetcherObject(segment, state_of<SegmentObject>(segment), n, last));
     return Py_NewRef(Py_None);
   }));
 }

@@ -20,15 +20,17 @@ inline View parse_view(PyObject* tuple) {
   return v;
 }
 
-// From (prioritized, normalize, alpha, eps, initial, initial_raw).
+// From (prioritized, normalize, alpha, eps, initial, initial_raw, epochs).
 inline SamplerConfig parse_sampler(PyObject* tuple) {
   SamplerConfig s;
-  int prioritized;
+  int prioritized, epochs;
   unsigned int normalize, initial;
-  if (!PyArg_ParseTuple(tuple, "pIddId", &prioritized, &normalize, &s.alpha, &s.eps, &initial, &s.initial_raw))
+  if (!PyArg_ParseTuple(tuple, "pIddIdp", &prioritized, &normalize, &s.alpha, &s.eps, &initial, &s.initial_raw,
+                        &epochs))
     throw PythonError{};
   if (initial >= kInitials) throw std::invalid_argument("bad sampler");
   s.prioritized = prioritized != 0;
+  s.epochs = epochs != 0;
   s.normalize = static_cast<Normalize>(normalize);
   s.initial = static_cast<Initial>(initial);
   return s;
@@ -182,6 +184,7 @@ inline PyMethodDef methods[] = {
     {"unissued", unissued_key, METH_O, nullptr},
     {"wait_rows", fast(wait_rows), METH_FASTCALL, nullptr},
     {"refresh", fast(refresh), METH_FASTCALL, nullptr},
+    {"epoch", epoch, METH_NOARGS, nullptr},
     {"withdraw", segment_method<[](Attachment& a) { a.withdraw_demand(); }>, METH_NOARGS, nullptr},
     {"admit_writers_of", fast(admit_writers_of), METH_FASTCALL, nullptr},
     {"set_limiter", set_limiter, METH_O, nullptr},

@@ -61,6 +61,7 @@ inline uint64_t config_hash(const Header& h, const char* config, uint64_t nonce)
       .mix(&s.eps, sizeof s.eps)
       .mix(static_cast<uint64_t>(s.initial))
       .mix(&s.initial_raw, sizeof s.initial_raw)
+      .mix(s.epochs)
       .value();
 }
 

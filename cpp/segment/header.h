@@ -37,6 +37,7 @@ struct SamplerConfig {
   double alpha = 0;
   double eps = 0;
   Initial initial = Initial::kMaxSeen;
+  uint32_t epochs = 0;     // 1: every item is drawn once before any is drawn again; leaves are those of Epochs
   double initial_raw = 1;  // kNumber: that number; kMaxHeld: what counts where no item is held
 };
 
@@ -88,6 +89,7 @@ enum class Dirty : uint32_t {
   kLinks = 2,  // everything that follows from the rows
   kSlots = 3,  // one slot of those that an absorption goes through, what is linked with it, and sums
   kRow = 4,    // the row that the rewrite record names, the leaf of its item, and sums
+  kEpoch = 5,  // an epoch that begins, and sums
 };
 
 struct Header {
@@ -163,6 +165,7 @@ struct Header {
   uint64_t import_seed;
   Counts imported;
   uint64_t discarded_below;  // no row with this key or a later one was discarded
+  uint64_t epochs;           // twice those that have ended, of draws without replacement; odd while one begins
 
   // Twice the times that rows were rewritten under the mutex, less one while they are.
   alignas(kLine) std::atomic<uint64_t> rewrites;

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "absorb/absorber.h"
+#include "absorb/epochs.h"
 #include "segment/limiter.h"
 
 namespace torchreplay {
@@ -55,6 +55,7 @@ class Recovery {
       header_.absorbed = head;
       TORCHREPLAY_FAULT("recover.cursor");
     }
+    Epochs(memory_).finish_begin();
     grid ? tree_.rebuild_in(*grid) : tree_.rebuild();
     TORCHREPLAY_FAULT("recover.summed");
     kill_fence();

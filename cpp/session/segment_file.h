@@ -82,7 +82,9 @@ class Examination {
 
   void check_leaf(uint64_t slot) const {
     const float leaf = tree_.leaf(static_cast<int64_t>(slot));
-    const bool known = header_.sampler.prioritized ? leaf == PriorityTree::clamp(leaf) : leaf == 0 || leaf == 1;
+    const bool known = header_.sampler.prioritized ? leaf == PriorityTree::clamp(leaf)
+                       : Epochs::are_kept(header_) ? leaf == 0 || leaf == Epochs::kDue || leaf == Epochs::kDrawn
+                                                   : leaf == 0 || leaf == 1;
     require_intact(known, "priority of row " + std::to_string(slot));
   }
 

@@ -444,6 +444,46 @@ class Publication(Scene):
         assert self.pulled() == 3.0
 
 
+class Epochs(Scene):
+    """A process draws without replacement, through the ends of epochs."""
+
+    ITEMS, DRAWN = 40, 16
+
+    def __init__(self, name):
+        self.buffer = tr.ReplayBuffer(
+            {"x": tr.Field((), "int64")}, self.ITEMS, sampler=tr.Uniform(replacement=False), seed=0
+        )
+        self.buffer.extend(x=np.arange(self.ITEMS))
+        self.got = shared_counters(self.ITEMS)
+
+    def draw(self):
+        for _ in range(6):
+            for item in self.buffer.sample(self.DRAWN)["x"].tolist():
+                self.got[item] += 1
+
+    def perform(self, start):
+        with start(self.draw) as process:
+            return process.wait()
+
+    def check(self):
+        ended, due, items = self.buffer._segment.epoch()
+        assert items == self.ITEMS
+        left = np.zeros(self.ITEMS, int)
+        if due:
+            for batch in tr.ReplayDataset(self.buffer, self.DRAWN, epochs=1):
+                left[batch["x"].numpy()] += 1
+        assert left.sum() == due
+        assert left.max() <= 1
+        owed = ended + 1 - left - np.asarray(self.got[:])  # of what each was to be drawn
+        assert (owed >= 0).all(), "an item came twice before others came once"
+        assert owed.max() <= 2, "more than a batch was lost"
+        assert owed.sum() <= 2 * self.DRAWN, "more than a batch was lost"
+        whole = np.zeros(self.ITEMS, int)
+        for batch in tr.ReplayDataset(self.buffer, self.DRAWN, epochs=2):
+            np.add.at(whole, batch["x"].numpy(), 1)
+        assert (whole == 2).all()
+
+
 OF_ROWS = {
     "in a sound buffer": Scene,
     "in changes of the grid": ChangesOfTheGrid,
@@ -466,6 +506,7 @@ OF_ROWS = {
     "in a long absorption": LongAbsorption,
     "in a stop": Stop,
     "in a publication": Publication,
+    "in epochs": Epochs,
 }
 OF_TRAJECTORIES = {
     **dict(itertools.islice(OF_ROWS.items(), 16)),

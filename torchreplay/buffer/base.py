@@ -64,6 +64,10 @@ class Batches(Protocol):
         """Ends it. What was drawn and is not handed out has not been drawn."""
 
 
+class EpochsOver(StopIteration):
+    """A draw was bounded to epochs that are over: so is the iteration that it is of."""
+
+
 @dataclass(frozen=True, eq=False)
 class StreamSpec:
     """Which batches a stream hands out, and how it draws them.
@@ -77,6 +81,8 @@ class StreamSpec:
         drawn: What `drawn()` of an earlier stream returned. These batches come first, and each leaves the queue then.
             Those whose rows are gone are left out. Empty for a `ShardedReplay`.
         staging: What gives each batch its place, and finishes it; None: memory of its own.
+        last_epoch: The number of the epoch with which it ends, of draws without replacement. Then the last batch of
+            each epoch may be shorter, and there is no staging. None: it does not end so.
 
     Raises:
         ValueError: `batch_size` is out of range.
@@ -89,6 +95,7 @@ class StreamSpec:
     waiting: type[Wait]
     drawn: deque[dict[str, Any]] = field(default_factory=deque)
     staging: Staging | None = None
+    last_epoch: int | None = None
 
     def __post_init__(self) -> None:
         checked_int("batch_size", self.batch_size, 1, MAX_BATCH)
@@ -117,6 +124,10 @@ class BatchSource(ABC):
     @abstractmethod
     def unissued(self, keys: NDArray[np.int64]) -> int | None:
         """Returns the index of the first of `keys` that it never issued; raises RuntimeError if it is closed."""
+
+    def epoch(self) -> tuple[int, int, int]:
+        """Returns how many epochs have ended, the items that the one under way has not drawn, and all items."""
+        raise RuntimeError("shards keep no epochs")
 
     @abstractmethod
     def batches(self, spec: StreamSpec) -> Batches:

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from torchreplay import _C
-from torchreplay.buffer.base import MAX_BATCH
+from torchreplay.buffer.base import MAX_BATCH, EpochsOver
 from torchreplay.buffer.notices import warn_of_copies
 from torchreplay.buffer.pending_updates import PendingUpdates, require_one_each
 from torchreplay.cuda.copies import to_host
@@ -161,6 +161,8 @@ class LocalSampler:
         why, inserted, needed, drawable, _ = shortage
         if why == "stopped":
             raise Stopped(f"{self.config.called} was stopped")
+        if why == "over":
+            raise EpochsOver
         trouble = self.trouble(why, batch_size)
         if trouble is None:
             complete_when, remark = self.config.view.complete_when, self._small_ring()

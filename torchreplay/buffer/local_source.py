@@ -49,6 +49,10 @@ class LocalSource(LocalSampler, BatchSource):
         """Returns the index of the first of `keys` that the buffer never issued."""
         return self.segment.unissued(keys)
 
+    def epoch(self) -> tuple[int, int, int]:
+        """Returns how many epochs have ended, the items that the one under way has not drawn, and all items."""
+        return self.segment.epoch()
+
     def batches(self, spec: StreamSpec) -> PrefetchIterator:
         """Returns a stream of batches; a native thread draws `prefetch` of them ahead."""
         return PrefetchIterator(self, spec)

@@ -31,8 +31,8 @@ def warn_of_copies(nonce: int, called: str, batch_size: int, items: int) -> None
         items: That could be drawn.
     """
     text = (
-        f"a batch of {batch_size:,} is drawn from {items:,} {'item' if items == 1 else 'items'} of {called}: draws are "
-        f"with replacement, so it holds copies. Begin when buffer.num_items is as large, or give the buffer "
+        f"a batch of {batch_size:,} is drawn from {items:,} {'item' if items == 1 else 'items'} of {called}, so "
+        f"it holds copies. Begin when buffer.num_items is as large, or give the buffer "
         f"limiter=tr.MinSize({batch_size}), if others write meanwhile"
     )
     _warn_once("copies", nonce, text, 5)

@@ -45,6 +45,7 @@ class PrefetchIterator:
         self._segment = segment = source.segment
         self._batch_size, self._left, self._prefetch = spec.batch_size, spec.count, spec.prefetch
         self._timeout, self._waiting, self._again = spec.timeout, spec.waiting, spec.drawn
+        self._last_epoch = () if spec.last_epoch is None else (spec.last_epoch,)
         self._from: DrawnFrom | None = None  # of the batch handed out last, unless it was drawn ahead
         self._spec, self._staging = spec, spec.staging
         self._finish = source.config.finish if spec.staging is None else None
@@ -64,7 +65,7 @@ class PrefetchIterator:
         """Returns the next batch.
 
         Raises:
-            StopIteration: There were `count`.
+            StopIteration: There were `count`, or the last epoch is over.
             ReplayTimeout, WouldBlockForever, Stopped: As `sample` does.
         """
         try:
@@ -167,12 +168,13 @@ class PrefetchIterator:
             self._steady = self._ordered == self._prefetch
         if self._is_first:
             self._is_first = False
-            self._source.warn_of_copies(self._batch_size, self.drawn_from.drawable)
+            if not self._last_epoch:
+                self._source.warn_of_copies(self._batch_size, self.drawn_from.drawable)
         return batch
 
     def _sample_told(self, n: int, beta: float, deadline: int, out: ReplayBatch | None) -> Any:
         """Draws as the segment does, and keeps what the batch was drawn from: other threads draw from it, too."""
-        batch, told = self._segment.sample_told(n, beta, deadline, out)
+        batch, told = self._segment.sample_told(n, beta, deadline, out, *self._last_epoch)
         if batch is None:
             return told
         self._from = told
@@ -195,7 +197,7 @@ class PrefetchIterator:
         if self._segment.stopped:
             raise Stopped(f"{self._source.config.called} was stopped")
         if self._ahead is None:
-            self._ahead = _C.Prefetcher(self._segment, self._batch_size)
+            self._ahead = _C.Prefetcher(self._segment, self._batch_size, *self._last_epoch)
         most = self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)
         while self._ordered + len(self._again) < most:
             self._ahead.order(self._next_beta(), self._spec.place())

@@ -61,7 +61,7 @@ class ReplayBuffer(Replay):
         spec: Names to `Field(shape, dtype)`; dicts nest. `key`, `weight`, `probability`, `priority`, `buffer` and
             `casting` are reserved.
         capacity: Rows that fit, 1 to 2^31.
-        sampler: `Uniform()` (the default) or `Prioritized(...)`.
+        sampler: `Uniform()` (the default), `Uniform(replacement=False)` or `Prioritized(...)`.
         view: How rows become items: `Rows()` (the default), every row one; `Transitions(...)`, `Sequences(...)` and
             `Hindsight(...)` link the rows of an episode.
         limiter: `MinSize(n)` or `SamplesPerInsert(...)`; None: `MinSize(1)`. Can be changed later.
@@ -306,10 +306,10 @@ class ReplayBuffer(Replay):
         out: ReplayBatch | None = None,
         device: torch.device | str | int | None = None,
     ) -> ReplayBatch:
-        """Draws a batch, stratified and with replacement; waits until the limiter admits it.
+        """Draws a batch, stratified; waits until the limiter admits it.
 
-        Its items are in the order of their slots: roughly from old to new. Shuffle them before you cut a batch into
-        minibatches.
+        Draws are with replacement, unless the sampler is `Uniform(replacement=False)`. The items are in the order of
+        their slots: roughly from old to new. Shuffle them before you cut a batch into minibatches.
 
         Args:
             batch_size: Number of items, B.

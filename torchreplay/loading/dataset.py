@@ -18,6 +18,7 @@ from torchreplay.cuda.copies import require_devices
 from torchreplay.cuda.staging import Staging
 from torchreplay.errors import ReplayLost, Stopped
 from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.samplers import keeps_epochs
 from torchreplay.segment.transient import Transient
 from torchreplay.segment.waits import ShownWait, Wait
 from torchreplay.validation import as_numbers, checked_choice, checked_int, checked_timeout
@@ -80,6 +81,9 @@ class Iteration:
         position: Batches that the iteration that advanced last has handed out.
         resume_at: Where the next iteration starts, set by `load_state_dict` alone.
         drawn: What that one hands out first, set likewise.
+        last_epoch: Of the iteration that advanced last, where its dataset has `epochs`; None: it has come to its end.
+        epochs_left: After the epoch under way, of the next iteration; set by `load_state_dict` alone.
+        length: Batches of the iteration under way, likewise.
         stream: Of the iteration that advanced last; it belongs to its process.
         process: Whose this is.
     """
@@ -87,12 +91,15 @@ class Iteration:
     position: int = 0
     resume_at: int = 0
     drawn: deque[dict[str, Any]] = field(default_factory=deque)
+    last_epoch: int | None = None
+    epochs_left: int | None = None
+    length: int | None = None
     stream: Batches | None = None
     process: int = field(default_factory=os.getpid)
 
 
 class ReplayDataset(SteppedDataset[ReplayBatch]):
-    """Batches drawn from a buffer, infinite or `steps` long.
+    """Batches drawn from a buffer, infinite, `steps` or `epochs` long.
 
     Each element is a whole `ReplayBatch`, so a `DataLoader` around it takes `batch_size=None`::
 
@@ -132,9 +139,15 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             page-locked until it is closed, so that copies from `buffer.storage` are fast too. `"off"`: they are copied
             one tensor at a time from pageable memory. Where memory cannot be page-locked, a warning says so, and the
             copies are slower.
+        epochs: Instead of `steps`, and for a buffer with `Uniform(replacement=False)`: how often an iteration goes
+            through the items. It begins with what is left of the epoch under way, if anything is. Each epoch's last
+            batch may be shorter. Items that come belong to the epoch under way; `len` is that of the items so far.
+            Several learners share the epochs, so that each gets a part. Such batches are not staged, and workers of a
+            `DataLoader` refuse them.
 
     Raises:
-        ValueError: If an argument is of the wrong kind or out of range, or there is no such CUDA device.
+        ValueError: If an argument is of the wrong kind or out of range, there is no such CUDA device, or `epochs` does
+            not go with the sampler, `steps` or `pin`.
         TypeError: If `timeout` is neither a number nor a text, which is a ValueError.
     """
 
@@ -147,6 +160,8 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         device: torch.device | str | int | None = None,
         timeout: float | None = None,
         pin: Pin | None = None,
+        *,
+        epochs: int | None = None,
     ) -> None:
         if not isinstance(buffer, Replay):
             raise ValueError(f"buffer is {type(buffer).__name__}; ReplayDataset needs a ReplayBuffer to draw from")
@@ -157,7 +172,43 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         self.device = None if device is None else require_device(device)
         self.timeout = checked_timeout(timeout)
         self.pin = require_pin(pin, self.device)
+        self.epochs = None if epochs is None else checked_int("epochs", epochs, 1)
+        if epochs is not None:
+            self._require_epochs(pin)
         self._iteration = Iteration()
+
+    def _require_epochs(self, pin: Pin | None) -> None:
+        if not keeps_epochs(self.buffer.sampler):
+            raise ValueError(
+                f"epochs is {self.epochs}, and the buffer's sampler is {self.buffer.sampler}, which knows no epochs; "
+                f"give the buffer sampler=tr.Uniform(replacement=False), or steps=... here"
+            )
+        if self.steps is not None:
+            raise ValueError(f"steps is {self.steps} and epochs is {self.epochs}; give one of the two")
+        if pin not in (None, "off"):
+            raise ValueError(f"pin is {pin!r}: batches of epochs may be shorter, and are not staged; leave pin out")
+
+    def __len__(self) -> int:
+        """Returns how many batches an iteration has: the one under way, or else the next.
+
+        With `epochs` it counts the items that were there when the iteration began.
+
+        Raises:
+            TypeError: If the stream is endless; this is how loaders learn that there is no length.
+        """
+        if self.epochs is None:
+            return super().__len__()
+        here = self._here()
+        return here.resume_at + len(here.drawn) + self._next_epochs()[1] if here.length is None else here.length
+
+    def _next_epochs(self) -> tuple[int, int]:
+        """Returns the number of the epoch with which the next iteration ends, and the batches that it draws."""
+        assert self.epochs is not None
+        ended, due, items = source_of(self.buffer).epoch()
+        left = self._here().epochs_left
+        if left is None:
+            left = self.epochs - 1 if due or not items else self.epochs
+        return ended + left, -(-due // self.batch_size) + left * -(-items // self.batch_size)
 
     def __iter__(self) -> Iterator[ReplayBatch]:
         """Hands out batch after batch.
@@ -180,11 +231,16 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         staging = self._make_staging()
         share = self._share_of_this_worker()
         here = self._here()
-        position, here.resume_at = here.resume_at, 0
+        if self.epochs is not None:
+            here.length = len(self)
+            here.last_epoch = self._next_epochs()[0]
+        position, here.resume_at, here.epochs_left = here.resume_at, 0, None
         worker = get_worker_info()
         waiting: type[Wait] = ShownWait if worker is None or worker.id == 0 else Wait  # one line for all workers
         left = None if share is None else share - position
-        spec = StreamSpec(self.batch_size, left, self.prefetch, self.timeout, waiting, here.drawn, staging)
+        spec = StreamSpec(
+            self.batch_size, left, self.prefetch, self.timeout, waiting, here.drawn, staging, here.last_epoch
+        )
         stream = source_of(self.buffer).batches(spec)
         try:
             for batch in stream:
@@ -192,12 +248,16 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
                 here = self._here()
                 here.position, here.stream = position, stream
                 yield self._on_device(batch, staging, stream)  # which nobody holds here while its user does
+            if self.epochs is not None:
+                here = self._here()
+                here.position, here.last_epoch = 0, None
         except ReplayLost:  # nobody said that it is enough
             raise
         except Stopped:
             return
         finally:
             stream.close()
+            self._here().length = None
 
     @property
     def ready(self) -> int:
@@ -219,7 +279,8 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             `draws`: batches made from the buffer and handed out. `position`: the place in the iteration. `drawn`: the
             batches drawn ahead. Each of them has the `step` of its draw, `key` int64 `[B]`, `weight` and `probability`
             float32 `[B]`. Its `drawn_from` says what the weights were computed from. In a worker of a `DataLoader`
-            there is also `stream`, the number of the stream that it draws from.
+            there is also `stream`, the number of the stream that it draws from. With `epochs` there is `epochs_left`:
+            how many the iteration has still to begin; None when there is none under way.
 
         Raises:
             ValueError: TD errors from a device are NaN or infinite, as `buffer.flush` says.
@@ -237,7 +298,18 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             position %= self.steps
         if self._loop is not None and self._loop.is_over:  # as the next iteration, the one that resumes draws anew
             position, ahead = 0, []
-        return {"draws": self.buffer.draws - len(again), "position": position, "drawn": again + ahead} | stream
+        left = {}
+        if self.epochs is not None:
+            left["epochs_left"] = self._epochs_left()
+        return {"draws": self.buffer.draws - len(again), "position": position, "drawn": again + ahead} | left | stream
+
+    def _epochs_left(self) -> int | None:
+        """Returns how many epochs the iteration under way has still to begin; None: there is none under way."""
+        here = self._here()
+        if here.epochs_left is not None or here.last_epoch is None:
+            return here.epochs_left
+        left = here.last_epoch - source_of(self.buffer).epoch()[0]
+        return left if left >= 0 else None  # other learners have gone on
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues where `state_dict` was taken: the next iteration hands out what was left of that one.
@@ -252,20 +324,24 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             ValueError: If it is not such a state.
         """
         given: Any = state_dict
-        if not isinstance(given, dict) or set(given) - {"stream"} != {"draws", "position", "drawn"}:
+        names = ["draws", "position", "drawn"] + ([] if self.epochs is None else ["epochs_left"])
+        if not isinstance(given, dict) or set(given) - {"stream"} != set(names):
             found = f"has the entries {sorted(map(str, given))}" if isinstance(given, dict) else f"is {given!r:.200}"
-            raise ValueError(f"state_dict {found}; a ReplayDataset's state has 'draws', 'position' and 'drawn'")
+            expected = f"{', '.join(map(repr, names[:-1]))} and {names[-1]!r}"
+            raise ValueError(f"state_dict {found}; a ReplayDataset's state has {expected}")
+        left = given.get("epochs_left")
+        left = None if left is None else checked_int("epochs_left", left, 0)
         draws = checked_int("draws", state_dict["draws"], 0)
         position = checked_int("position", state_dict["position"], 0)
         if not isinstance(state_dict["drawn"], list | tuple):
             raise ValueError(f"drawn is {state_dict['drawn']!r:.200}: expected a list of batches drawn ahead")
         ahead = [_require_drawn(batch) for batch in state_dict["drawn"]]
-        drawn = deque(batch for batch in ahead if len(batch["key"]) == self.batch_size)
+        drawn = deque(batch for batch in ahead if self._is_size(len(batch["key"])))
         self.end()  # or its draws ahead would block the next ones
         if "stream" in state_dict and get_worker_info() is not None:
             self.buffer.stream = checked_int("stream", state_dict["stream"], 0)
         self.buffer.draws = draws + len(ahead)
-        self._iteration = Iteration(position, position, drawn)
+        self._iteration = Iteration(position, position, drawn, epochs_left=left)
 
     def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
         """Feeds TD errors back, as `buffer.update_priorities` does."""
@@ -281,8 +357,12 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
     def forget_drawn_of_other_sizes(self) -> None:
         """Leaves out what a state says was drawn ahead, where `batch_size` is another one now."""
         drawn = self._here().drawn
-        if any(len(batch["key"]) != self.batch_size for batch in drawn):
+        if not all(self._is_size(len(batch["key"])) for batch in drawn):
             drawn.clear()
+
+    def _is_size(self, n: int) -> bool:
+        """Returns whether a batch may have so many items."""
+        return n == self.batch_size or (self.epochs is not None and n < self.batch_size)
 
     def end(self) -> None:
         """Ends the iteration under way: its thread, and the draws that were not handed out."""
@@ -293,15 +373,19 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
     def _here(self) -> Iteration:
         """Returns where this process stands: what its parent has drawn ahead is the parent's to hand out."""
         if self._iteration.process != os.getpid():
-            self._iteration = Iteration(self._iteration.resume_at, self._iteration.resume_at)
+            parents = self._iteration
+            self._iteration = Iteration(parents.resume_at, parents.resume_at, epochs_left=parents.epochs_left)
         return self._iteration
 
     def __getstate__(self) -> dict[str, Any]:
         here = self._iteration
-        return super().__getstate__() | {"_iteration": replace(here, drawn=here.drawn.copy(), stream=None)}
+        return super().__getstate__() | {
+            "_iteration": replace(here, drawn=here.drawn.copy(), stream=None, last_epoch=None, length=None)
+        }
 
     def __repr__(self) -> str:
         length = "endless" if self.steps is None else f"steps={self.steps}"
+        length = length if self.epochs is None else f"epochs={self.epochs}"
         return f"ReplayDataset(batch_size={self.batch_size}, {length}; use DataLoader(dataset, batch_size=None))"
 
     def _make_staging(self) -> Staging | None:
@@ -309,6 +393,8 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         if self.device is None or self.device.type != "cuda":
             return None
         refuse_worker(self)
+        if self.epochs is not None:
+            return None
         return source_of(self.buffer).staging(self.batch_size, self.prefetch, self.device, self.pin)
 
     def _on_device(self, batch: ReplayBatch, staging: Staging | None, stream: Batches) -> ReplayBatch:
@@ -321,6 +407,11 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
     def _share_of_this_worker(self) -> int | None:
         worker = get_worker_info()
         if self.steps is None or worker is None:
+            if worker is not None and self.epochs is not None:
+                raise RuntimeError(
+                    f"ReplayDataset(epochs={self.epochs}) in a worker of a DataLoader: the workers would each begin "
+                    f"epochs of the others' items. Drawing is native: leave num_workers at 0"
+                )
             return self.steps
         return self.steps // worker.num_workers + (worker.id < self.steps % worker.num_workers)
 

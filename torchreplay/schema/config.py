@@ -21,6 +21,7 @@ from torchreplay.schema.samplers import (
     Prioritized,
     Sampler,
     Uniform,
+    keeps_epochs,
     value_of,
 )
 from torchreplay.schema.spec import Field, Path, Spec, flatten, from_native, nest, to_native
@@ -30,6 +31,8 @@ from torchreplay.segment.waits import logger
 from torchreplay.validation import checked_int, checked_kind, checked_name
 
 MAX_CAPACITY = 1 << 31
+MAX_OF_EPOCHS = 1 << 30
+"""Rows of a buffer that is drawn from without replacement."""
 ROLES: dict[str, tuple[Any, ...]] = {
     "sampler": (Uniform, Prioritized),
     "view": VIEWS,
@@ -125,6 +128,8 @@ class Config:
         if self.capacity < rows:
             raise ValueError(f"capacity is {self.capacity}: one item of {self.view} takes {rows} rows")
         self.view.roles(self.fields)
+        if keeps_epochs(self.sampler) and self.capacity > MAX_OF_EPOCHS:
+            raise ValueError(f"capacity is {self.capacity}: draws without replacement take at most {MAX_OF_EPOCHS:,}")
 
     @property
     def called(self) -> str:
@@ -227,14 +232,14 @@ class Config:
         plan = self.view.plan(self.fields)
         return self.fields if plan is None else plan.outputs
 
-    def weighting(self) -> tuple[bool, int, float, float, int, float]:
-        """Returns (prioritized, normalization, alpha, eps, initial, its number) for the native core."""
+    def weighting(self) -> tuple[bool, int, float, float, int, float, bool]:
+        """Returns (prioritized, normalization, alpha, eps, initial, its number, epochs) for the native core."""
         sampler = self.sampler
         if not isinstance(sampler, Prioritized):
-            return False, 0, 1.0, 0.0, 0, 1.0
+            return False, 0, 1.0, 0.0, 0, 1.0, keeps_epochs(sampler)
         named = isinstance(sampler.initial, str)
         initial = (INITIALS.index(sampler.initial), 1.0) if named else (len(INITIALS), float(sampler.initial))
-        return True, NORMALIZATIONS.index(sampler.weights), float(sampler.alpha), float(sampler.eps), *initial
+        return True, NORMALIZATIONS.index(sampler.weights), float(sampler.alpha), float(sampler.eps), *initial, False
 
 
 def _describe(value: Any) -> Any:

@@ -61,9 +61,40 @@ def value_of(beta: Schedule, step: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Every drawable item is equally likely; all weights are 1. TD errors are checked, then ignored."""
+    """Every drawable item is equally likely; all weights are 1. TD errors are checked, then ignored.
+
+    Without replacement the buffer goes through its items in epochs, which all its learners share: every item is drawn
+    once before any is drawn again. An item that comes is drawn in the epoch under way. A batch takes what is left of
+    one epoch, and the rest from the next; it holds an item twice only where it is larger than the buffer.
+    `ReplayDataset(buffer, epochs=n)` ends with an epoch::
+
+        buffer = tr.ReplayBuffer(spec, 10_000, sampler=tr.Uniform(replacement=False))
+        for batch in tr.ReplayDataset(buffer, 256, epochs=4):
+            train(batch)
+
+    What a learner that dies has drawn, and not yet used, comes again in the next epoch. So does what one has drawn
+    ahead and gives up, where another learner has begun that epoch since. The first draw of an epoch takes O(capacity).
+
+    Args:
+        replacement: Whether an item may be drawn again at any time. False: once in each epoch. Such a buffer holds at
+            most 2^30 rows.
+
+    Raises:
+        ValueError: `replacement` is no bool.
+    """
 
     beta: ClassVar[float] = 0.0
+
+    replacement: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.replacement, bool):
+            raise ValueError(f"replacement is {self.replacement!r}: expected True or False")
+
+
+def keeps_epochs(sampler: Sampler) -> bool:
+    """Returns whether every item is drawn once before any is drawn again."""
+    return isinstance(sampler, Uniform) and not sampler.replacement
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ from torchreplay.ray.sharded.writing import Expectation, buffer_to_write_to
 from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert
-from torchreplay.schema.samplers import Sampler, Schedule, Uniform
+from torchreplay.schema.samplers import Sampler, Schedule, Uniform, keeps_epochs
 from torchreplay.schema.spec import Spec
 from torchreplay.schema.views import View
 from torchreplay.segment.handle import new_nonce
@@ -109,6 +109,11 @@ class ShardedReplay(Replay):
 
     def _found(self, config: Config, capacities: list[int], nodes: list[str], anywhere: bool, seed: int) -> None:
         nonce = new_nonce()
+        if keeps_epochs(config.sampler):
+            raise ValueError(
+                f"sampler is {config.sampler}: each shard would keep epochs of its own; expected Uniform() or "
+                f"Prioritized(), or one ReplayBuffer"
+            )
         self._owned = make_coordinator(nonce, config, capacities, nodes, anywhere, seed)
         try:
             self._init_state(nonce, seed, config, sum(capacities), len(nodes))
