@@ -37,6 +37,7 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
     ("gather", "fraction of memcpy, reused"): (Aim(0.9),),
     ("gather", "fraction of memcpy, fresh"): (Aim(0.9),),
     ("gather", "sample 256, two threads"): (Aim(1.6, over="one thread"),),
+    ("gather", "wide rows, fraction of index_select and tree"): (Aim(0.9),),
     ("trajectories", "step"): (Aim(0.5),),
     ("trajectories", "Sequences(8) x 32 of 100,000"): (Aim(40.0),),
     ("trajectories", "Sequences(8) x 32 of 1,000,000"): (Aim(40.0),),

@@ -1,7 +1,8 @@
-"""How close drawing a batch of Atari rows comes to a plain copy of as many bytes."""
+"""How close drawing a batch of Atari rows, or of wide ones, comes to a plain copy of as many bytes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
@@ -9,13 +10,15 @@ import torch
 from benchmarks.copies import MICROSECONDS, PLACES, copies, draws_beside_copies, repeat
 from benchmarks.line import OURS, Line
 from benchmarks.machine import require_memory
+from benchmarks.native import NativeTree
 from benchmarks.peers.torchreplay import TorchreplayPeer
 from benchmarks.plan import Plan
-from benchmarks.workload import ATARI
+from benchmarks.workload import ATARI, WIDE
 from torchreplay.checking.timing import Candidate, interleave
 
 BATCH_SIZE = 256
 ONE, TWO = "one thread", "two threads"
+SELECT, TREE = "index_select", "tree"
 
 
 def measure_gather(plan: Plan) -> Iterator[Line]:
@@ -42,6 +45,46 @@ def measure_gather(plan: Plan) -> Iterator[Line]:
         yield Line("gather", f"sample {BATCH_SIZE}, two threads", "us", micros)
     finally:
         peer.close()
+    yield from _measure_wide(plan)
+
+
+def _measure_wide(plan: Plan) -> Iterator[Line]:
+    """Yields the time of a draw of wide rows beside its least parts: the draw from the tree, and an `index_select` of
+    as many values from places chosen anew each time. Then how close it comes to their sum.
+    """
+    capacity = plan.capacity(WIDE.capacity)
+    require_memory(capacity * WIDE.row_bytes, "wide rows of one buffer")
+    peer, tree = TorchreplayPeer(WIDE, capacity), NativeTree(capacity)
+    columns = [peer.buffer.storage["obs"], peer.buffer.storage["next_obs"]]
+    generator = torch.Generator().manual_seed(0)
+
+    def select(n: int) -> None:
+        for _ in range(n):
+            _select(columns, torch.randint(capacity, (BATCH_SIZE,), generator=generator))
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        peer.fill()
+        candidates = [
+            Candidate(OURS, repeat(peer.sample, [BATCH_SIZE])),
+            Candidate(SELECT, select),
+            Candidate(TREE, tree.sample),
+        ]
+        seconds = interleave(candidates, plan.rounds, plan.seconds)
+    finally:
+        torch.set_num_threads(threads)
+        tree.close()
+        peer.close()
+    micros = {name: [value * MICROSECONDS for value in values] for name, values in seconds.items()}
+    yield Line("gather", f"sample {BATCH_SIZE}, wide rows", "us", micros)
+    parts = zip(seconds[SELECT], seconds[TREE], seconds[OURS], strict=True)
+    fractions = [(select + tree) / draw for select, tree, draw in parts]
+    yield Line("gather", "wide rows, fraction of index_select and tree", "", {OURS: fractions}, higher_is_better=True)
+
+
+def _select(columns: Sequence[torch.Tensor], index: torch.Tensor) -> list[torch.Tensor]:
+    return [column.index_select(0, index) for column in columns]
 
 
 def _sampling(peer: TorchreplayPeer, threads: int) -> Callable[[int], None]:
@@ -73,12 +116,8 @@ def _candidates(peer: TorchreplayPeer, capacity: int) -> list[Candidate]:
     generator = np.random.default_rng(0)
     slots = [torch.from_numpy(generator.integers(0, capacity, BATCH_SIZE)) for _ in range(PLACES)]
 
-    def select(index: torch.Tensor) -> None:
-        for column in columns:
-            column.index_select(0, index)
-
     return [
         Candidate(OURS, repeat(peer.sample, [BATCH_SIZE])),
         *copies(columns, BATCH_SIZE),
-        Candidate("index_select", repeat(select, slots)),
+        Candidate(SELECT, repeat(partial(_select, columns), slots)),
     ]

@@ -1,12 +1,11 @@
-// Copies of long values into large batches: written past the caches, read one value ahead.
+// Copies of long values: fetched ahead, and written past the caches into large batches.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
+#include <vector>
 
-#include "segment/layout.h"
-#include "system/simd.h"
+#include "segment/segment_memory.h"
 
 namespace torchreplay {
 
@@ -38,5 +37,47 @@ inline bool can_stream(uint64_t, uint64_t) { return false; }
 inline void stream_payload(char*, const char*, const char*, uint64_t) {}
 inline void finish_stream() {}
 #endif
+
+// Copies of long values, which lie apart from their rows, in the order in which they were added.
+class LongCopies {
+ public:
+  // A value is fetched while the one so far before it is copied. A burst for a whole block of rows would wait for free
+  // fill buffers, and much of it would have left the cache by the time of its copy.
+  static constexpr int kAhead = 2;
+
+  void clear() { copies_.clear(); }
+  void add(char* to, const char* from, uint64_t bytes) { copies_.push_back({to, from, bytes}); }
+  size_t size() const { return copies_.size(); }
+
+  // Copies the first `n` values; those after them are only fetched. `batch_bytes`: of the whole batch.
+  void run(size_t n, uint64_t batch_bytes) const {
+    bool streamed = false;
+    for (size_t i = 0; i < n; i++) {
+      const auto& [to, from, bytes] = copies_[i];
+      if (can_stream(bytes, batch_bytes)) {
+        stream_payload(to, from, source(i + 1), bytes);
+        streamed = true;
+      } else {
+        const char* later = source(i + kAhead);
+        for (uint64_t byte = 0; byte < kFetchedBytes; byte += kLine) __builtin_prefetch(later + byte);
+        copy_payload(to, from, bytes);
+      }
+    }
+    if (streamed) finish_stream();
+  }
+
+ private:
+  static constexpr uint64_t kFetchedBytes = 512;  // the processor follows by itself from there
+
+  struct Copy {
+    char* to;
+    const char* from;
+    uint64_t bytes;
+  };
+
+  const char* source(size_t i) const { return copies_[std::min(i, copies_.size() - 1)].from; }
+
+  std::vector<Copy> copies_;
+};
 
 }  // namespace torchreplay

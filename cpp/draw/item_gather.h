@@ -88,7 +88,7 @@ class ItemGather {
     switch (output.kind) {
       case Kind::kAnchor:
       case Kind::kEnd:
-        if (field_of(output).own_array) return copy_long(output, can_stream(field_of(output).nbytes, out.bytes), to);
+        if (field_of(output).own_array) return copy_long(output, out.bytes, to);
         return with_size(field_of(output).nbytes, [&](auto size) { copy_rows(output, size, to); });
       case Kind::kGoal:
         return with_size(bytes, [&](auto size) { copy_goals(output, size, to); });
@@ -132,24 +132,12 @@ class ItemGather {
              [&](char* value, const RowAt& row) { copy_payload(value, memory_.value(field, row.slot), bytes); });
   }
 
-  // Long values, which lie apart from their rows: each is fetched while the one before is copied.
-  void copy_long(const Output& output, bool past_caches, char* to) {
-    constexpr uint64_t kFetchedBytes = 512;  // the processor follows by itself from there
+  void copy_long(const Output& output, uint64_t batch_bytes, char* to) {
     const Field& field = field_of(output);
-    const uint64_t bytes = field.nbytes;
-    moves_.clear();
-    each_row(output, bytes, to,
-             [&](char* value, const RowAt& row) { moves_.push_back({value, memory_.value(field, row.slot)}); });
-    for (size_t i = 0; i < moves_.size(); i++) {
-      const char* next = moves_[std::min(i + 1, moves_.size() - 1)].from;
-      if (past_caches) {
-        stream_payload(moves_[i].to, moves_[i].from, next, bytes);
-        continue;
-      }
-      for (uint64_t byte = 0; byte < std::min(bytes, kFetchedBytes); byte += kLine) __builtin_prefetch(next + byte);
-      copy_payload(moves_[i].to, moves_[i].from, bytes);
-    }
-    if (past_caches) finish_stream();
+    copies_.clear();
+    each_row(output, field.nbytes, to,
+             [&](char* value, const RowAt& row) { copies_.add(value, memory_.value(field, row.slot), field.nbytes); });
+    copies_.run(copies_.size(), batch_bytes);
   }
 
   template <class Size>
@@ -239,11 +227,6 @@ class ItemGather {
     copy_converted(static_cast<char*>(to), to_element, static_cast<const char*>(from), source, 0);
   }
 
-  struct Move {
-    char* to;
-    const char* from;
-  };
-
   SegmentMemory& memory_;
   const ItemPlan& plan_;
   Paths paths_;
@@ -253,7 +236,7 @@ class ItemGather {
   std::vector<double> discount_;  // of each item of the block, if a field has a part in it
   std::vector<double> sum_, value_;
   std::vector<char> raw_;
-  std::vector<Move> moves_;
+  LongCopies copies_;
   std::vector<uint64_t> touched_;
 };
 

@@ -65,12 +65,9 @@ class RowGather {
       word[k] = memory_.row(item.slot).word.load(std::memory_order_acquire);
       if (!slot_word::is_row(word[k]) || slot_word::key1(word[k]) != item.key1) word[k] = 0;
     }
-    for (size_t f = 0; f < fields.size(); f++) {
-      if (can_stream(fields[f].nbytes, out.bytes))
-        stream_field(fields[f], out.values[f], first, n);
-      else
-        copy_field(fields[f], out.values[f], first, n);
-    }
+    for (size_t f = 0; f < fields.size(); f++)
+      if (!fields[f].own_array) copy_field(fields[f], out.values[f], first, n);
+    copy_long(first, n, out);
     for (int k = 0; k < n; k++) {
       const int i = todo_[first + k];
       const bool intact = word[k] && load_after_copy(memory_.row(items_[i].slot).word) == word[k];
@@ -86,23 +83,40 @@ class RowGather {
     });
   }
 
-  void stream_field(const Field& field, char* to, int first, int n) const {
-    for (int k = first; k < first + n; k++) {
-      const int ahead = std::min(k + 1, count_ - 1);
-      stream_payload(to + todo_[k] * field.nbytes, memory_.value(field, items_[todo_[k]].slot),
-                     memory_.value(field, items_[todo_[ahead]].slot), field.nbytes);
-    }
-    finish_stream();
+  void copy_long(int first, int n, const BatchPointers& out) {
+    copies_.clear();
+    add_long(first, n, out);
+    const size_t here = copies_.size();
+    add_long(first + n, std::min(LongCopies::kAhead, count_ - first - n), out);
+    copies_.run(here, out.bytes);
   }
 
+  void add_long(int first, int n, const BatchPointers& out) {
+    const auto& fields = memory_.layout().fields;
+    for (size_t f = 0; f < fields.size(); f++) {
+      const Field& field = fields[f];
+      if (!field.own_array) continue;
+      for (int k = first; k < first + n; k++)
+        copies_.add(out.values[f] + todo_[k] * field.nbytes, memory_.value(field, items_[todo_[k]].slot), field.nbytes);
+    }
+  }
+
+  // Fetches records. Always inlined: gcc takes a function that only prefetches for one without effects, and drops calls
+  // of it.
   [[gnu::always_inline]] void prefetch(int first, int count) const {
-    for (int k = first; k < std::min(first + kBlock, count); k++) prefetch_row(memory_, items_[todo_[k]].slot);
+    constexpr uint64_t kFetchedBytes = 512;
+    const uint64_t bytes = std::min(memory_.layout().record_stride, kFetchedBytes);
+    for (int k = first; k < std::min(first + kBlock, count); k++) {
+      const char* record = reinterpret_cast<const char*>(&memory_.row(items_[todo_[k]].slot));
+      for (uint64_t byte = 0; byte < bytes; byte += kLine) __builtin_prefetch(record + byte);
+    }
   }
 
   SegmentMemory& memory_;
   const DrawnItem* items_ = nullptr;
   int* todo_ = nullptr;
   int count_ = 0;
+  LongCopies copies_;
 };
 
 }  // namespace torchreplay

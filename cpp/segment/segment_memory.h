@@ -200,16 +200,4 @@ class SegmentMemory {
   LearnerPace pace_;
 };
 
-// Fetches a row's record, and the start of its values elsewhere: the processor follows a longer value by itself. Always
-// inlined: gcc takes a function that only prefetches for one without effects, and drops calls of it.
-[[gnu::always_inline]] inline void prefetch_row(const SegmentMemory& m, uint64_t slot) {
-  constexpr uint64_t kPrefetchBytes = 512;
-  const uint64_t record_bytes = std::min(m.layout().record_stride, kPrefetchBytes);
-  const char* record = reinterpret_cast<const char*>(&m.row(slot));
-  for (uint64_t line = 0; line < record_bytes; line += kLine) __builtin_prefetch(record + line);
-  for (const Field& f : m.layout().fields)
-    if (f.own_array)
-      for (uint64_t line = 0; line < kPrefetchBytes; line += kLine) __builtin_prefetch(m.value(f, slot) + line);
-}
-
 }  // namespace torchreplay

@@ -60,6 +60,36 @@ BOOST_AUTO_TEST_CASE(rows_come_with_their_own_keys) {
   for (int i = 0; i < 400; i++) BOOST_TEST(b.values[i] == 1000 + b.keys[i]);
 }
 
+// Long values are copied another way than short ones, and differently into large batches where the processor can.
+BOOST_AUTO_TEST_CASE(long_values_of_several_sizes_come_with_their_own_keys) {
+  Plan plan;
+  plan.capacity = 90;
+  plan.fields = {{Element::kU8, 7000}, {Element::kI64, 8}, {Element::kF32, 1504}};
+  auto m = make_segment(plan);
+  for (uint64_t i = 0; i < plan.capacity; i++) append_row(*m, 1, 1000 + i, 1.0F);
+  for (const int n : {1, 2, 15, 16, 17, 18, 33, 400})
+    for (const uint64_t bytes : {uint64_t{0}, kStreamBatchBytes}) {
+      const auto items = static_cast<size_t>(n);
+      std::vector<std::vector<uint64_t>> values;
+      BatchPointers out;
+      for (const Field& f : plan.fields) values.emplace_back(items * f.nbytes / sizeof(uint64_t));
+      for (auto& of_field : values) out.values.push_back(reinterpret_cast<char*>(of_field.data()));
+      std::vector<int64_t> keys(items);
+      std::vector<float> weight(items), probability(items);
+      out.keys = keys.data();
+      out.weight = weight.data();
+      out.probability = probability.data();
+      out.bytes = bytes;
+      Shortage shortage;
+      BOOST_REQUIRE((BatchSampler(*m).sample(n, 0.5, {7, 0, bytes}, out, shortage) == Draw::kDone));
+      for (const auto& of_field : values) {
+        const size_t words = of_field.size() / items;
+        for (size_t i = 0; i < of_field.size(); i++)
+          BOOST_REQUIRE(of_field[i] == 1000 + static_cast<uint64_t>(keys[i / words]));
+      }
+    }
+}
+
 // Item i of n comes from the i-th of n equal parts of the total, so the cumulated priorities bracket it.
 BOOST_AUTO_TEST_CASE(every_item_comes_from_its_own_stratum) {
   for (unsigned seed = 0; seed < 50; seed++) {
