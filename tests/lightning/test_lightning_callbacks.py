@@ -13,7 +13,7 @@ import torchreplay as tr
 pytest.importorskip("pytorch_lightning")
 
 from late_copies import OnDevice, send_late
-from lightning_learner import BARE, QUIET, ROWS, filled_buffer, fit, make_learner, td_of
+from lightning_learner import BARE, QUIET, ROWS, filled_buffer, fit, make_learner, make_td3_learner, td_of
 
 from torchreplay.lightning import (
     EvaluationMonitor,
@@ -203,7 +203,7 @@ def pulled_weight(weights):
     return module.weight.detach().clone()
 
 
-def test_weights_are_published_every_few_optimiser_steps_and_at_the_end(lightning, buffer):
+def test_weights_are_published_every_few_batches_and_at_the_end(lightning, buffer):
     learner = make_learner(lightning)
     weights = tr.SharedWeights(learner.q)
     versions = []
@@ -212,6 +212,40 @@ def test_weights_are_published_every_few_optimiser_steps_and_at_the_end(lightnin
     assert versions == [0, 0, 1, 1, 2]
     assert weights.version == 3
     assert torch.equal(pulled_weight(weights), learner.q.weight)
+
+
+@pytest.mark.parametrize(("every", "versions"), [(2, [0, 0, 1, 1, 2, 2]), (3, [0, 0, 0, 1, 1, 1])])
+def test_several_optimisers_that_step_in_one_batch_count_as_one_for_the_publisher(lightning, buffer, every, versions):
+    learner = make_td3_learner(lightning)
+    weights = tr.SharedWeights(learner.q)
+    seen = []
+    learner.on_train_batch_start = lambda batch, batch_idx: seen.append(weights.version)
+    data = ReplayDataModule(buffer, 8, steps_per_epoch=6)
+    trainer = fit(lightning, data, learner, [WeightPublisher(weights, every, "q")], max_epochs=1)
+    assert seen == versions
+    assert weights.version == 6 // every + 1
+    assert trainer.global_step == 6 + 3
+    assert torch.equal(pulled_weight(weights), learner.q.weight)
+
+
+def test_a_batch_without_a_step_of_an_optimiser_publishes_nothing(lightning, buffer):
+    def training_step(self, batch, batch_idx):  # accumulates by hand
+        self.manual_backward(self.q(batch["obs"]).square().mean())
+        if batch_idx % 4 == 3:
+            self.optimizers().step()
+
+    learner = make_learner(lightning, manual=True, training_step=training_step)
+    weights = tr.SharedWeights(learner.q)
+    fit(lightning, buffer, learner, [WeightPublisher(weights, module="q")], max_steps=3)
+    assert weights.version == 3 + 1
+
+
+def test_feedback_is_given_once_per_batch_whatever_optimisers_step_in_it(lightning, buffer):
+    learner = make_td3_learner(lightning)
+    fit(lightning, ReplayDataModule(buffer, 8, steps_per_epoch=6), learner, max_epochs=1)
+    assert len(learner.seen) == 6
+    assert buffer.stats().updated == buffer.stats().sampled == 6 * 8
+    assert_priorities_belong_to(buffer, rows_of(learner))
 
 
 def test_accumulated_micro_batches_are_not_optimiser_steps(lightning, buffer):

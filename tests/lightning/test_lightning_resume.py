@@ -68,6 +68,22 @@ def test_a_resumed_run_learns_from_the_batches_of_an_uninterrupted_one(lightning
     assert_goes_on(resumed, whole, 20)
 
 
+@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization and every_n_train_steps")
+@pytest.mark.parametrize(
+    ("saving", "step", "batches"),
+    [({"every_n_train_steps": 15}, 15, 10), (EVERY_EPOCH, 30, 20)],  # 3 steps of optimisers to 2 batches
+    ids=["steps", "epochs"],
+)
+def test_a_run_of_several_optimisers_resumes_with_the_batches_there_would_have_been(
+    lightning, tmp_path, saving, step, batches
+):
+    options = {"max_epochs": 2, "steps_per_epoch": 20, "optimisers": 2, "saving": saving}
+    whole = train(lightning, tmp_path / "whole", **options)
+    resumed = train(lightning, tmp_path / "resumed", ckpt_path=checkpoint_of(tmp_path / "whole", step), **options)
+    assert_goes_on(resumed, whole, batches)
+    assert len(whole.seen) == 40
+
+
 def test_a_run_resumes_between_the_steps_of_accumulated_gradients(lightning, tmp_path):
     options = {"max_steps": 10, "accumulate_grad_batches": 4, "saving": {"every_n_train_steps": 5}}
     whole = train(lightning, tmp_path / "whole", **options)

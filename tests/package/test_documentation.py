@@ -86,7 +86,8 @@ def output_of(block: Block, directory: Path) -> str:
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 QUICK_START = blocks_of(ROOT / "docs" / "quickstart.md")[0]
-WHOLE = [block for block in BLOCKS if block.whole and block != QUICK_START]
+SAC = next(block for block in blocks_of(ROOT / "docs" / "lightning.md") if "class SAC" in block.code)
+WHOLE = [block for block in BLOCKS if block.whole and block not in (QUICK_START, SAC)]
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.place)
@@ -106,6 +107,18 @@ def test_the_quick_start_learns_cartpole(tmp_path):
     assert QUICK_START.whole
     last = output_of(QUICK_START, tmp_path).splitlines()[-1]
     assert int(re.search(r"mean return (\d+)", last)[1]) >= 475, last
+
+
+@pytest.mark.slow
+def test_the_program_of_several_optimisers_learns_and_counts_batches(tmp_path):
+    pytest.importorskip("pytorch_lightning")
+    assert SAC.whole
+    counted, returns = output_of(SAC, tmp_path).splitlines()[-2:]
+    batches = 500
+    assert [int(number) for number in re.findall(r"\d+", counted)] == [3 * batches, 64 * batches, batches // 10 + 1]
+    before, after = map(float, re.findall(r"-?\d+\.\d+", returns))
+    assert after > before / 2, returns  # returns are negative distances, summed
+    assert (tmp_path / "run" / "last.ckpt.replay").is_dir()
 
 
 def test_what_a_program_lacks_is_noticed():

@@ -60,6 +60,24 @@ def make_learner(lightning, returned=None, manual=False, **methods):
     return Learner()
 
 
+def make_td3_learner(lightning):
+    """A learner whose critic steps after each batch, and whose actor after every second, as in TD3."""
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch["key"].tolist())
+        for delay, optimizer in enumerate(self.optimizers(), 1):
+            if batch_idx % delay == 0:
+                optimizer.zero_grad()
+                self.manual_backward(self.q(batch["obs"]).square().mean())
+                optimizer.step()
+        return {"td_error": td_of(batch["number"].float())}
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=1e-3) for _ in range(2)]
+
+    return make_learner(lightning, manual=True, training_step=training_step, configure_optimizers=configure_optimizers)
+
+
 def fit(lightning, buffer, learner=None, callbacks=(), steps_per_epoch=None, batch_size=8, **trainer):
     """Trains and returns the trainer; priorities are fed back."""
     learner = learner or make_learner(lightning)

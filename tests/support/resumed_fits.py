@@ -27,15 +27,20 @@ def buffer_of(rows=ROWS, seed=3, sampler=None):
     return buffer
 
 
-def learner_of(lightning, killed_at=None, schedule=False):
+def learner_of(lightning, killed_at=None, schedule=False, optimisers=1):
+    """Returns a LightningModule. Of several optimisers the second steps after every second batch, as in TD3."""
+
     class Learner(lightning.LightningModule):
         def __init__(self):
             super().__init__()
             torch.manual_seed(0)
+            self.automatic_optimization = optimisers == 1
             self.q = torch.nn.Linear(4, 1)
             self.seen = []
 
         def configure_optimizers(self):
+            if optimisers > 1:
+                return [torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9) for _ in range(optimisers)]
             optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
             if not schedule:
                 return optimizer
@@ -48,7 +53,14 @@ def learner_of(lightning, killed_at=None, schedule=False):
                 os.kill(os.getpid(), signal.SIGTERM)
             error = self.q(batch["obs"])[:, 0] - batch["obs"].sum(1)
             td = error.detach() ** 4 * (1 + batch["number"] % 7)
-            return {"loss": (batch["weight"] * error**2).mean(), "td_error": td}
+            if optimisers == 1:
+                return {"loss": (batch["weight"] * error**2).mean(), "td_error": td}
+            for delay, optimizer in enumerate(self.optimizers(), 1):
+                if batch_idx % delay == 0:
+                    optimizer.zero_grad()
+                    self.manual_backward((self.q(batch["obs"])[:, 0] - batch["obs"].sum(1)).square().mean())
+                    optimizer.step()
+            return {"td_error": td}
 
     return Learner()
 
@@ -64,6 +76,7 @@ def train(
     killed_at=None,
     schedule=False,
     uniform=False,
+    optimisers=1,
     **options,
 ):
     """Trains on a filled buffer, or on what was saved beside `ckpt_path`; returns the learner."""
@@ -73,7 +86,7 @@ def train(
     saving = lightning.callbacks.ModelCheckpoint(directory, **({"save_top_k": -1} | (saving or {})))
     callbacks = [PriorityFeedback(), saving, ReplayCheckpoint()]
     trainer = lightning.Trainer(callbacks=callbacks, **(QUIET | {"enable_checkpointing": True} | options))
-    learner = learner_of(lightning, killed_at, schedule)
+    learner = learner_of(lightning, killed_at, schedule, optimisers)
     try:
         trainer.fit(learner, datamodule=data, ckpt_path=ckpt_path)
     finally:

@@ -31,9 +31,12 @@ class ReplayDataModule(LightningDataModule):
 
     The loader is a `ReplayDataset` itself. With a plain iterable Lightning asks neither for workers nor for a sampler,
     and saves the place in the stream with every checkpoint. Without `steps_per_epoch` the stream is endless: bound the
-    run by `max_steps`, or set `limit_train_batches` to an integer to have epochs. Each batch is taken for the step that
-    learns from it, where Lightning would take one ahead of an endless stream. So a run that resumes from a checkpoint,
-    with the buffer as it was then, learns from the batches of one that was never interrupted (`docs/persistence.md`).
+    run by `max_steps`, or set `limit_train_batches` to an integer to have epochs. `max_steps` counts the steps of each
+    optimiser. To count batches where there are several, set `steps_per_epoch` and the Trainer's `max_epochs`.
+
+    Each batch is taken for the step that learns from it, where Lightning would take one ahead of an endless stream. So
+    a run that resumes from a checkpoint, with the buffer as it was then, learns from the batches of one that was never
+    interrupted (`docs/persistence.md`).
 
     With several processes on one machine (DDP, FSDP), rank 0 makes the buffer and starts the explorers. The other ranks
     attach to it. Each rank draws its own batches from the one buffer. When a rank dies or fails, `fit` ends on all of

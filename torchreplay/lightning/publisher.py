@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 class WeightPublisher(Callback):
-    """Publishes weights every few optimiser steps, and once more at the end of `fit`.
+    """Publishes weights every few batches, and once more at the end of `fit`.
 
     Local rank 0 publishes, for all explorers of its machine. A run that resumes from a checkpoint publishes at its
     start as well, since its weights are then not those that explorers began with.
 
     Args:
         weights: Where to publish.
-        every: Optimiser steps between two publications, as `trainer.global_step` counts them: accumulated
-            micro-batches do not count, and each of several optimisers does.
+        every: Batches from one publication to the next. A batch counts if an optimiser stepped in it: accumulated
+            micro-batches do not, and several optimisers that step in one batch are one.
         module: Name of the attribute of the LightningModule to publish, dotted for a part of a part; None for the
             LightningModule itself.
 
@@ -39,7 +39,8 @@ class WeightPublisher(Callback):
         if module is not None:
             checked_instance("module", module, str, "the name of an attribute of the LightningModule, or None")
         self.module = module
-        self._published_at = 0
+        self._step = 0  # the Trainer's own, which counts each optimiser
+        self._batches = 0  # since the last publication
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks that the part to publish exists.
@@ -52,16 +53,20 @@ class WeightPublisher(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Publishes the weights of a checkpoint that the run resumes from."""
-        self._published_at = trainer.global_step
+        self._step, self._batches = trainer.global_step, 0
         if trainer.global_step > 0:
             self._publish(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Publishes when `every` optimiser steps have passed since the last time."""
-        if trainer.global_step - self._published_at >= self.every:
-            self._published_at = trainer.global_step
+        """Publishes when `every` batches have changed the weights since the last time."""
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        self._batches += 1
+        if self._batches == self.every:
+            self._batches = 0
             self._publish(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

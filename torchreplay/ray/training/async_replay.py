@@ -229,8 +229,9 @@ class AsyncReplay:
 
         The Trainer gets batches. Its steps' TD errors are fed back and the weights published as in `run`. The evaluator
         runs in an `EvaluationMonitor`. The module's own `val_dataloader` and `validation_step` validate. Callbacks,
-        loggers and bounds are the user's: set `max_steps`. A `ReplayCheckpoint` among them saves and restores the
-        buffer; explorers begin when it is restored.
+        loggers and bounds are the user's: set `max_steps`, or with several optimisers, each of whose steps that counts,
+        `limit_train_batches` and `max_epochs`. A `ReplayCheckpoint` among them saves and restores the buffer; explorers
+        begin when it is restored.
 
         Args:
             trainer: Of either Lightning package, for one process.
