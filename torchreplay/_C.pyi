@@ -240,8 +240,8 @@ class Writer:
             Stopped, WouldBlockForever, ReplayTimeout: As `append`.
 
         Example:
-            obs, info = env.reset()
-            writer.reset(obs=obs)
+            >>> writer.reset(obs=obs)  # of `obs, info = env.reset()`
+            1
         """
     def step(self, *, priority: Any = None, final_obs: Any = None, **fields: Any) -> Any:
         """Writes what `env.step()` returned: the new observation, and the action, reward and flags that led to it.
@@ -267,8 +267,9 @@ class Writer:
             Stopped, WouldBlockForever, ReplayTimeout: As `append`.
 
         Example:
-            obs, reward, terminated, truncated, info = env.step(action)
-            writer.step(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated)
+            >>> reward, terminated, truncated = 1.0, True, False  # of `env.step(action)`, as `obs` is
+            >>> writer.step(obs=obs, reward=reward, terminated=terminated, truncated=truncated)
+            1
         """
     def append(self, *, priority: float | None = None, **fields: Any) -> int:
         """Writes one row, and returns its key.
@@ -291,7 +292,10 @@ class Writer:
             ReplayTimeout: Every slot has been held by stopped writers for a minute.
 
         Example:
-            key = writer.append(obs=obs, action=action, reward=1.0)
+            >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=100)
+            >>> with buffer.writer() as writer:
+            ...     writer.append(obs=[0.0, 0.0, 1.0])
+            0
         """
     def extend(self, *, priority: Any = None, **fields: Any) -> Tensor:
         """Writes rows, and returns their keys.
@@ -312,7 +316,10 @@ class Writer:
                 stay written.
 
         Example:
-            keys = writer.extend(obs=observations, action=actions, reward=rewards)
+            >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=100)
+            >>> with buffer.writer() as writer:
+            ...     writer.extend(obs=torch.zeros(5, 3))
+            tensor([0, 1, 2, 3, 4])
         """
     def _end_episode(self, mask: Any, /) -> Tensor: ...
     def _truncate(self, keys: Any, /) -> None: ...

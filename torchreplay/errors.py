@@ -2,7 +2,15 @@
 
 
 class Stopped(RuntimeError):
-    """The buffer was stopped: all writers and waiting calls are to finish."""
+    """The buffer was stopped: all writers and waiting calls are to finish.
+
+    Example:
+        >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=100)
+        >>> buffer.stop()  # in any process
+        >>> buffer.sample(4)
+        Traceback (most recent call last):
+        torchreplay.errors.Stopped: the replay buffer was stopped
+    """
 
 
 class ReplayLost(Stopped):
@@ -10,19 +18,53 @@ class ReplayLost(Stopped):
 
 
 class ReplayTimeout(TimeoutError):
-    """A wait took longer than its `timeout`. The text has the numbers."""
+    """A wait took longer than its `timeout`. The text has the numbers.
+
+    Example:
+        >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=100)
+        >>> explorers_come = buffer.expect_writers()
+        >>> buffer.sample(4, timeout=0.01)
+        Traceback (most recent call last):
+        torchreplay.errors.ReplayTimeout: no batch within 0.01 s: 0 items were inserted, 1 are needed ...
+    """
 
 
 class WouldBlockForever(RuntimeError):
-    """A wait that nobody is left to end: for rows without a writer, or for a learner that will not come."""
+    """A wait that nobody is left to end: for rows without a writer, or for a learner that will not come.
+
+    Example:
+        >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=100)
+        >>> buffer.sample(4)  # before anybody has written, or has begun to
+        Traceback (most recent call last):
+        torchreplay.errors.WouldBlockForever: sample() would wait for ever: 0 items were inserted, 1 are needed ...
+    """
 
 
 class AttachError(RuntimeError, ConnectionError):
-    """A handle cannot be attached: its owner is gone, on another machine, of another user, or another version."""
+    """A handle cannot be attached: its owner is gone, on another machine, of another user, or another version.
+
+    Example:
+        >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=100)
+        >>> handle = buffer.handle()
+        >>> buffer.close()
+        >>> tr.ReplayBuffer.attach(handle)
+        Traceback (most recent call last):
+        torchreplay.errors.AttachError: the owner of the replay buffer (process ...) is gone, or has closed it: ...
+    """
 
 
 class LearnerLost(RuntimeError):
-    """Another rank, that learned from the same buffer, died or failed. The text names it and its process."""
+    """Another rank, that learned from the same buffer, died or failed. The text names it and its process.
+
+    Example:
+        >>> def make_buffer():
+        ...     return tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=100)
+        >>> try:
+        ...     with tr.Learners(make_buffer) as buffer:
+        ...         pass  # train
+        ... except tr.LearnerLost as error:
+        ...     print(f"start all ranks again from the last checkpoint: {error}")
+    """
 
 
 class MissingItems(KeyError):
@@ -32,6 +74,13 @@ class MissingItems(KeyError):
         missing: How many.
         asked: How many keys there were.
         first: The first key without an item.
+
+    Example:
+        >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=2)
+        >>> keys = buffer.extend(obs=torch.zeros(3, 3))  # the third row overwrites the first
+        >>> buffer.gather(keys, missing="raise")
+        Traceback (most recent call last):
+        torchreplay.errors.MissingItems: 1 of 3 items cannot be drawn, the first under key 0: ...
     """
 
     def __init__(self, missing: int, asked: int, first: int) -> None:
@@ -46,4 +95,11 @@ class MissingItems(KeyError):
 
 
 class CheckpointError(ValueError):
-    """A saved buffer, or one in a file, is missing, damaged, or of another version."""
+    """A saved buffer, or one in a file, is missing, damaged, or of another version.
+
+    Example:
+        >>> try:
+        ...     buffer = tr.ReplayBuffer.load("checkpoint")
+        ... except tr.CheckpointError as error:  # there is none yet
+        ...     buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=100)
+    """

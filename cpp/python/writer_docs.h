@@ -26,7 +26,10 @@ Raises:
     ReplayTimeout: Every slot has been held by stopped writers for a minute.
 
 Example:
-    key = writer.append(obs=obs, action=action, reward=1.0))doc";
+    >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=100)
+    >>> with buffer.writer() as writer:
+    ...     writer.append(obs=[0.0, 0.0, 1.0])
+    0)doc";
 
 inline constexpr char kExtendDoc[] = R"doc(extend(*, priority=None, **fields)
 --
@@ -49,7 +52,10 @@ Raises:
         stay written.
 
 Example:
-    keys = writer.extend(obs=observations, action=actions, reward=rewards))doc";
+    >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=100)
+    >>> with buffer.writer() as writer:
+    ...     writer.extend(obs=torch.zeros(5, 3))
+    tensor([0, 1, 2, 3, 4]))doc";
 
 inline constexpr char kResetDoc[] = R"doc(reset(*, mask=None, **observation)
 --
@@ -71,8 +77,8 @@ Raises:
     Stopped, WouldBlockForever, ReplayTimeout: As `append`.
 
 Example:
-    obs, info = env.reset()
-    writer.reset(obs=obs))doc";
+    >>> writer.reset(obs=obs)  # of `obs, info = env.reset()`
+    1)doc";
 
 inline constexpr char kStepDoc[] = R"doc(step(*, priority=None, final_obs=None, **fields)
 --
@@ -100,7 +106,8 @@ Raises:
     Stopped, WouldBlockForever, ReplayTimeout: As `append`.
 
 Example:
-    obs, reward, terminated, truncated, info = env.step(action)
-    writer.step(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated))doc";
+    >>> reward, terminated, truncated = 1.0, True, False  # of `env.step(action)`, as `obs` is
+    >>> writer.step(obs=obs, reward=reward, terminated=terminated, truncated=truncated)
+    1)doc";
 
 }  // namespace torchreplay::py::writer

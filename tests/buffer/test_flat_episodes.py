@@ -1,6 +1,5 @@
 """`tr.episodes_from_flat` against a splitter that goes over the steps one by one."""
 
-import doctest
 import logging
 import math
 
@@ -247,11 +246,6 @@ def test_fields_have_the_names_that_are_wanted():
     names = {"state": "observations", "end": "terminals", "cut": "timeouts", "r": "rewards"}
     (first, _) = tr.episodes_from_flat(**{k: v for k, v in data.items() if k != "actions"}, names=names)
     assert sorted(first) == ["cut", "end", "r", "state"]
-
-
-def test_the_example_of_its_reference_runs():
-    found = doctest.DocTestFinder().find(tr.episodes_from_flat, globs={"tr": tr, "torch": torch})
-    assert [doctest.DocTestRunner().run(example).failed for example in found] == [0]
 
 
 # Bad input

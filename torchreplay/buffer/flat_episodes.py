@@ -42,6 +42,19 @@ class FlatEpisodes:
         steps: Steps of all episodes.
         rows: Rows that a buffer needs for them: an episode has one more than steps.
         dropped: Steps that are left out, because the observation after them is unknown.
+
+    Example:
+        >>> steps = {"observations": torch.arange(6.0), "next_observations": torch.arange(6.0) + 1}
+        >>> flat = tr.episodes_from_flat(
+        ...     steps, actions=torch.zeros(6), rewards=torch.ones(6), terminals=torch.tensor([0, 0, 1, 0, 0, 1])
+        ... )
+        >>> len(flat), flat.steps, flat.rows, flat.is_lossy
+        (2, 6, 8, False)
+        >>> flag = tr.Field((), torch.bool)
+        >>> spec = {name: tr.Field() for name in ("obs", "action", "reward")} | {"terminated": flag, "truncated": flag}
+        >>> buffer = tr.ReplayBuffer(spec, flat.rows, view=tr.Transitions())
+        >>> for episode in flat:
+        ...     keys = buffer.extend(**episode)
     """
 
     def __init__(
@@ -147,24 +160,6 @@ def episodes_from_flat(
     Values are slices of what is given. Nothing is copied but the observations of the episode in hand. Those of an
     `h5py` file are read piece by piece.
 
-        >>> import numpy as np
-        >>> flat = tr.episodes_from_flat(
-        ...     observations=np.float32([0, 1, 10, 11, 12]),
-        ...     next_observations=np.float32([1, 2, 11, 12, 13]),
-        ...     actions=np.arange(5),
-        ...     rewards=np.ones(5, np.float32),
-        ...     terminals=np.array([False, True, False, False, False]),
-        ... )
-        >>> print(flat)
-        5 steps, 2 episodes
-        >>> [episode["obs"].tolist() for episode in flat]
-        [[0.0, 1.0, 2.0], [10.0, 11.0, 12.0, 13.0]]
-        >>> spec = {"obs": tr.Field(), "action": tr.Field((), torch.int64), "reward": tr.Field(),
-        ...         "terminated": tr.Field((), torch.bool), "truncated": tr.Field((), torch.bool)}
-        >>> buffer = tr.ReplayBuffer(spec, flat.rows, view=tr.Transitions())
-        >>> for episode in flat:
-        ...     keys = buffer.extend(**episode)
-
     Args:
         data: A dict of arrays, or an open `h5py.File`, as D4RL lays it out. What is not given by a keyword is taken
             from there: `data["observations"]` and so on, `timeouts` and `next_observations` if they are there.
@@ -190,6 +185,20 @@ def episodes_from_flat(
         TypeError: Something is no array, or not of numbers.
         ValueError: Something is missing, of another length or shape, or a flag is neither 0 nor 1. Or a choice is to be
             made: see `timeouts` and `unknown_final`.
+
+    Example:
+        >>> import numpy as np
+        >>> flat = tr.episodes_from_flat(
+        ...     observations=np.float32([0, 1, 10, 11, 12]),
+        ...     next_observations=np.float32([1, 2, 11, 12, 13]),
+        ...     actions=np.arange(5),
+        ...     rewards=np.ones(5, np.float32),
+        ...     terminals=np.array([False, True, False, False, False]),
+        ... )
+        >>> print(flat)
+        5 steps, 2 episodes
+        >>> [episode["obs"].tolist() for episode in flat]
+        [[0.0, 1.0, 2.0], [10.0, 11.0, 12.0, 13.0]]
     """
     arguments = {
         "observations": observations,

@@ -22,6 +22,13 @@ class Footprint:
         fields: Of the rows' values, by field; nested names are joined by '/'.
         structures: Of everything else: `row headers`, `alignment`, `links and marks`, `priority tree`, `header`. With
             `fields` they add up to `nbytes`.
+
+    Example:
+        >>> found = tr.footprint({"obs": tr.Field(3), "reward": tr.Field()}, capacity=1000)
+        >>> found.fields
+        {'obs': 12000, 'reward': 4000}
+        >>> found.nbytes == sum(found.fields.values()) + sum(found.structures.values())
+        True
     """
 
     capacity: int
@@ -52,6 +59,11 @@ def footprint(
     Raises:
         ValueError: A bad spec, capacity or name.
         TypeError: Something else in the place of a sampler, a view, a limiter or a name.
+
+    Example:
+        >>> spec = {"obs": tr.Field((4, 84, 84), torch.uint8), "action": tr.Field((), torch.int64)}
+        >>> f"{tr.footprint(spec, capacity=1_000_000).nbytes / 2**30:.1f} GiB"
+        '26.3 GiB'
     """
     config = Config.of(spec, capacity, sampler, view, limiter, name)
     text = len(config.to_text().encode())

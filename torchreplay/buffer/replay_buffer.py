@@ -75,6 +75,15 @@ class ReplayBuffer(Replay):
         MemoryError: The machine or the cgroup has too little memory left; nothing was touched.
         FileExistsError: There is a file at `path`.
         OSError: The disk has too little room for it, or a filesystem that cannot hold shared memory.
+
+    Example:
+        >>> spec = {"obs": tr.Field(3), "action": tr.Field((), torch.int64), "reward": tr.Field()}
+        >>> buffer = tr.ReplayBuffer(spec, capacity=100, sampler=tr.Prioritized())
+        >>> keys = buffer.extend(obs=torch.zeros(5, 3), action=torch.arange(5), reward=torch.zeros(5))
+        >>> batch = buffer.sample(4)
+        >>> batch["obs"].shape
+        torch.Size([4, 3])
+        >>> buffer.update_priorities(batch, torch.ones(4))  # its TD errors
     """
 
     _sampler: LocalSource
@@ -120,6 +129,11 @@ class ReplayBuffer(Replay):
         It is good while the process that it names has this buffer open: that which made the buffer, or this one when
         that has closed it. Where Ray is running, processes on other nodes of the cluster can attach too, and write
         from there.
+
+        Example:
+            >>> handle = buffer.handle()  # send it to the other process
+            >>> tr.ReplayBuffer.attach(handle).keys().tolist()
+            [0, 1, 2, 3, 4]
         """
         self._segment.mark_shared()
         handle = lasting_handle(self._sampler.attach_fd, self._nonce, self._origin)
@@ -147,6 +161,12 @@ class ReplayBuffer(Replay):
             ValueError: `view` is not the buffer's, or has not the same functions.
             AttachError: Its owner is gone or has closed it, on another machine, of another user, or runs another
                 version of torchreplay; or the memory is damaged.
+
+        Example:
+            >>> same = tr.ReplayBuffer.attach(buffer.handle())  # in another process, usually
+            >>> rows = same.extend(obs=torch.zeros(2, 3), action=[0, 1], reward=[0.0, 1.0])
+            >>> len(buffer)
+            7
         """
         if is_elsewhere(getattr(handle, "node", "")):
             return REMOTE_BUFFER.attach(handle, view)
@@ -173,6 +193,11 @@ class ReplayBuffer(Replay):
             ValueError: `capacity` does not fit; or TD errors from a device are NaN or infinite, as `flush` says.
             MemoryError: The machine or the cgroup has too little memory left.
             RuntimeError: The buffer is closed, or is being restored.
+
+        Example:
+            >>> larger = buffer.copy(capacity=1000)
+            >>> larger.capacity, len(larger)
+            (1000, 5)
         """
         config = self._config
         if capacity is not None:
@@ -214,6 +239,13 @@ class ReplayBuffer(Replay):
                 went down, or is a copy that was made while the buffer was in use.
             OSError: It is a sparse copy, and the disk has no room for all of it.
             ValueError: `view` or `sampler` is not the buffer's, or `view` has not the same functions.
+
+        Example:
+            >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=100, path="replay.bin")
+            >>> keys = buffer.extend(obs=torch.zeros(5, 3))
+            >>> buffer.close()
+            >>> len(tr.ReplayBuffer.open("replay.bin"))  # in a later run, usually
+            5
         """
         found = open_file(checked_path("path", path))
         try:
@@ -252,6 +284,12 @@ class ReplayBuffer(Replay):
                 asked for under `Rows()`. Or `autoreset` is unknown, is given without a number, or is missing for an
                 `envs` that is none of Gymnasium's. Or a field is named `final_obs` or `mask`, as an argument is.
             RuntimeError: The buffer is closed, or has 4,095 writers and learners.
+
+        Example:
+            >>> with buffer.writer() as writer:
+            ...     key = writer.append(obs=[0.0, 0.0, 1.0], action=1, reward=1.0)
+            >>> key
+            5
         """
         return Writer(self._segment, self._config, *streams_of(envs, num_envs, autoreset))
 
@@ -280,6 +318,10 @@ class ReplayBuffer(Replay):
                 after an end in a block has a flag. Nothing is written.
             TypeError: Something is given by its position.
             Stopped, WouldBlockForever, ReplayTimeout: As `Writer.append`; rows written before stay written.
+
+        Example:
+            >>> buffer.extend(obs=torch.zeros(2, 3), action=[0, 1], reward=[0.0, 1.0], priority=[0.5, 2.0])
+            tensor([5, 6])
         """
         fields = cast_values(self._config.fields, fields, casting)
         num_envs = self._config.num_envs_of(fields)
@@ -334,6 +376,12 @@ class ReplayBuffer(Replay):
 
         Warns:
             UserWarning: The batch is larger than the number of items, so it holds copies. Said once.
+
+        Example:
+            >>> batch = buffer.sample(4, beta=0.4)
+            >>> batch["reward"].shape, batch["weight"].shape
+            (torch.Size([4]), torch.Size([4]))
+            >>> batch = buffer.sample(4, out=batch)  # into the same memory
         """
         if out is not None:
             checked_instance("out", out, ReplayBatch, "torchreplay.ReplayBatch")
@@ -360,6 +408,10 @@ class ReplayBuffer(Replay):
         Raises:
             ValueError: The keys are not int64 `[n]`, the batch is of another buffer, or `missing` is neither.
             MissingItems: There are such items, and `missing` is `"raise"`: how many, and the first one's key.
+
+        Example:
+            >>> buffer.gather(keys[1:3])["action"]
+            tensor([1, 2])
         """
         return self._sampler.gather(keys, missing)
 
@@ -387,6 +439,11 @@ class ReplayBuffer(Replay):
 
         Warns:
             UserWarning: The sampler is `Uniform`, which ignores them. Said once.
+
+        Example:
+            >>> buffer.update_priorities(keys, [0.5, 0.5, 0.5, 0.5, 2.0])
+            >>> buffer.priorities(keys)[-1]
+            tensor(2.)
         """
         on_device = isinstance(td, torch.Tensor) and td.is_cuda
         if on_device or self._sampler.pending.waiting or not self._segment.update(batch_or_keys, td):
@@ -400,6 +457,13 @@ class ReplayBuffer(Replay):
 
         Raises:
             ValueError: Some are NaN or infinite: they are dropped, and the others applied.
+
+        Example:
+            >>> batch = buffer.sample(4)
+            >>> buffer.update_priorities(batch, torch.ones(4))  # of a model on a GPU, usually
+            >>> buffer.flush()
+            >>> buffer.stats().updated
+            8
         """
         self._sampler.flush()
 
@@ -416,13 +480,6 @@ class ReplayBuffer(Replay):
         Keys name rows. Under a view that links rows an item has several: `rows_of` says which. There the values of a
         step lie in the row that the step has written, behind the observation that it led to.
 
-        >>> buffer = tr.ReplayBuffer({"obs": tr.Field((3,)), "reward": tr.Field()}, capacity=100)
-        >>> keys = buffer.extend(obs=torch.zeros(5, 3), reward=torch.zeros(5))
-        >>> buffer.rewrite(keys[:2], reward=[1.0, 2.0])
-        2
-        >>> buffer.gather(keys)["reward"].tolist()
-        [1.0, 2.0, 0.0, 0.0, 0.0]
-
         Args:
             keys: Integer keys of rows `[n]`. Under `Rows()` also a batch of this buffer. Of equal keys the last wins.
             **fields: Values `[n, *shape]` for one or several fields, nested ones in dicts that may name a part.
@@ -435,6 +492,12 @@ class ReplayBuffer(Replay):
                 issued, or the batch is of another buffer, or of a view that links rows. A row begins an episode, and
                 all fields are of steps: it has none. Nothing is changed.
             RuntimeError: The buffer is closed, or is being restored.
+
+        Example:
+            >>> buffer.rewrite(keys[:2], reward=[1.0, 2.0])
+            2
+            >>> buffer.gather(keys)["reward"].tolist()
+            [1.0, 2.0, 0.0, 0.0, 0.0]
         """
         return self._segment.rewrite(*rewriting(self._config, self._nonce, keys, fields))
 
@@ -452,6 +515,11 @@ class ReplayBuffer(Replay):
 
         Raises:
             ValueError: The keys are no integers `[n]`, or one was never issued; or the batch is of another buffer.
+
+        Example:
+            >>> buffer.rows_of(keys[:2])  # under `Rows()`, an item is one row
+            tensor([[0],
+                    [1]])
         """
         return self._segment.rows_of(anchors(self._nonce, batch_or_keys))
 
@@ -460,13 +528,6 @@ class ReplayBuffer(Replay):
 
         Their rows stay as parts of other items, and go when the ring turns. TD errors for them are dropped and counted
         (`stats().unready_updates`). Batches that are drawn already, also by a `ReplayDataset` ahead, keep them.
-
-        >>> buffer = tr.ReplayBuffer({"obs": tr.Field((3,))}, capacity=100)
-        >>> keys = buffer.extend(obs=torch.zeros(5, 3))
-        >>> buffer.discard(keys[1:3])
-        2
-        >>> buffer.keys().tolist()
-        [0, 3, 4]
 
         Args:
             batch_or_keys: A batch of this buffer, or integer keys `[n]` of anchors.
@@ -477,6 +538,12 @@ class ReplayBuffer(Replay):
         Raises:
             ValueError: A key was never issued, or the batch is of another buffer. Nothing is changed.
             RuntimeError: The buffer is closed, or is being restored.
+
+        Example:
+            >>> buffer.discard(keys[1:3])
+            2
+            >>> buffer.keys().tolist()
+            [0, 3, 4]
         """
         return self._segment.discard(anchors(self._nonce, batch_or_keys))
 
@@ -494,6 +561,16 @@ class ReplayBuffer(Replay):
         Raises:
             ValueError: The key was never issued, or the view links no rows.
             RuntimeError: The buffer is closed, or is being restored.
+
+        Example:
+            >>> flag = tr.Field((), torch.bool)
+            >>> spec = {"obs": tr.Field(3), "terminated": flag, "truncated": flag}
+            >>> buffer = tr.ReplayBuffer(spec, capacity=100, view=tr.Sequences(2))
+            >>> keys = buffer.extend(obs=torch.zeros(3, 3), terminated=[False, True], truncated=[False, False])
+            >>> buffer.discard_episode(keys[0])
+            3
+            >>> buffer.keys().tolist()
+            []
         """
         return self._segment.discard_episode(episode_key(self._config, key))
 
@@ -508,6 +585,11 @@ class ReplayBuffer(Replay):
         Raises:
             RuntimeError: The buffer is closed, or is being restored.
             ValueError: TD errors from a device are NaN or infinite, as `flush` says; nothing is cleared.
+
+        Example:
+            >>> buffer.clear()
+            >>> len(buffer), buffer.next_key
+            (0, 5)
         """
         self.flush()
         self._segment.clear()
@@ -534,6 +616,11 @@ class ReplayBuffer(Replay):
 
         Returns:
             int64 `[n]`. Beside explorers some of them may be gone when they are used.
+
+        Example:
+            >>> buffer.keys()
+            tensor([0, 1, 2, 3, 4])
+            >>> everything = buffer.gather(buffer.keys())
         """
         self._sampler.pending.apply_arrived()
         len(self)  # brings what was written into the tree
@@ -556,6 +643,14 @@ class ReplayBuffer(Replay):
 
         Raises:
             ValueError: The view links no rows.
+
+        Example:
+            >>> flag = tr.Field((), torch.bool)
+            >>> spec = {"obs": tr.Field(3), "terminated": flag, "truncated": flag}
+            >>> buffer = tr.ReplayBuffer(spec, capacity=100, view=tr.Sequences(2))
+            >>> keys = buffer.extend(obs=torch.zeros(3, 3), terminated=[False, True], truncated=[False, False])
+            >>> [len(episode["obs"]) for episode in buffer.episodes()]
+            [3]
         """
         return episodes(self._sampler, unfinished)
 
@@ -571,6 +666,11 @@ class ReplayBuffer(Replay):
 
         Raises:
             ValueError: The keys are no integers `[n]`, or one was never issued; or the batch is of another buffer.
+
+        Example:
+            >>> buffer.update_priorities(keys[:1], [3.0])
+            >>> buffer.priorities(keys).round(decimals=2)
+            tensor([3., 1., 1., 1., 1.])
         """
         wanted = keys_of(keys, self._nonce) if isinstance(keys, dict) else keys
         checked = self._segment.checked_keys(wanted)
@@ -612,6 +712,11 @@ class ReplayBuffer(Replay):
         been drawn. Of the items inserted before, `min_size` count (or all, if there are fewer). Of the draws before,
         none count. So the balance of `SamplesPerInsert` starts in the middle of its bounds, and neither side has to
         make up for what was allowed before.
+
+        Example:
+            >>> buffer.limiter = tr.MinSize(1000)  # from now on draws wait for 1000 items
+            >>> buffer.limiter
+            MinSize(min_size=1000)
         """
         return from_native(*self._segment.limiter)
 
@@ -639,7 +744,13 @@ class ReplayBuffer(Replay):
         self._segment.stream = checked_int("stream", number, 0, (1 << 32) - 1)
 
     def stats(self) -> Stats:
-        """Returns what has happened so far, over all processes."""
+        """Returns what has happened so far, over all processes.
+
+        Example:
+            >>> stats = buffer.stats()
+            >>> stats.size, stats.inserted, stats.sampled, stats.updated
+            (5, 5, 4, 4)
+        """
         self._sampler.pending.apply_arrived()
         values = self._segment.stats()
         values["priority_min"] = smallest_priority(values.pop("smallest_leaf"), self._config.sampler)
@@ -655,6 +766,11 @@ class ReplayBuffer(Replay):
             `priority_edges` (float64 `[bins + 1]`, logarithmic) and `priority` (int64 `[bins]`, counts of drawable
             items by raw priority |td|; what is below the sampler's `eps` counts as `eps`); `age_edges` (float64
             `[bins + 1]`, in rows written since) and `age` (int64 `[bins]`, counts of rows).
+
+        Example:
+            >>> found = buffer.histograms(bins=8)
+            >>> found["priority"].sum(), found["age"].sum()
+            (tensor(5), tensor(5))
         """
         self._sampler.pending.apply_arrived()
         bins = checked_int("bins", bins, 1, 1 << 20)
@@ -667,6 +783,10 @@ class ReplayBuffer(Replay):
 
         They are live: a row may change while it is looked at, and writing to them bypasses every promise. They cannot
         be pickled.
+
+        Example:
+            >>> buffer.storage["action"][:5]
+            StorageView([0, 1, 2, 3, 4])
         """
         return nest({path: StorageView.over(self._segment.column(i)) for i, path in enumerate(self._config.fields)})
 
@@ -700,6 +820,11 @@ class ReplayBuffer(Replay):
             MemoryError: There is less than the 16 MiB that a save needs beside the buffer; nothing was written.
             OSError: The disk is full, or the directory cannot be written.
             ValueError: TD errors from a device are NaN or infinite, as `flush` says; nothing is saved.
+
+        Example:
+            >>> buffer.save("checkpoint")
+            >>> len(tr.ReplayBuffer.load("checkpoint"))
+            5
         """
         if is_file(directory, "write"):
             save_archive(directory, self.save)
@@ -744,6 +869,12 @@ class ReplayBuffer(Replay):
                 there already.
             ValueError: `capacity` does not fit, the rows lack what `view` needs, or `view` has not the same functions.
             TypeError: `view` is no view, or `sampler` no sampler.
+
+        Example:
+            >>> buffer.save("checkpoint")
+            >>> loaded = tr.ReplayBuffer.load("checkpoint", capacity=1000, sampler=tr.Prioritized(alpha=0.8))
+            >>> loaded.keys()
+            tensor([0, 1, 2, 3, 4])
         """
         if is_file(directory, "read"):
             with opened_archive(directory) as unpacked:
@@ -777,6 +908,13 @@ class ReplayBuffer(Replay):
                 or somebody else restores it.
             MemoryError: There is too little memory to read with: see `load`.
             OSError: A file cannot be read, which does not mean that it is damaged.
+
+        Example:
+            >>> buffer.save("checkpoint")
+            >>> empty = tr.ReplayBuffer(spec, capacity=100)  # explorers may be attached already
+            >>> empty.restore("checkpoint")
+            >>> len(empty)
+            5
         """
         root = checked_path("directory", directory)
         with_rows(root, lambda saved: load_rows(self._segment, self._config, saved, root))
@@ -784,7 +922,13 @@ class ReplayBuffer(Replay):
     # Life cycle
 
     def stop(self) -> None:
-        """Stops the buffer: `stopped` is True in every process, and waiting calls raise `Stopped`."""
+        """Stops the buffer: `stopped` is True in every process, and waiting calls raise `Stopped`.
+
+        Example:
+            >>> buffer.stop()
+            >>> buffer.stopped
+            True
+        """
         self._segment.stop()
 
     @property
@@ -808,6 +952,12 @@ class ReplayBuffer(Replay):
             ValueError: TD errors from a device are NaN or infinite, as `flush` says; the buffer is closed.
             OSError: The disk does not take the file, whose last user this is; the buffer is closed. The file can be
                 opened again until the machine restarts.
+
+        Example:
+            >>> with buffer:  # closes it at the end
+            ...     batch = buffer.sample(4)
+            >>> buffer
+            ReplayBuffer(closed)
         """
         self._local = threading.local()
         self._sampler.close()
@@ -817,6 +967,11 @@ class ReplayBuffer(Replay):
 
         Returns:
             An object to `close()` when no more will come; it ends with the process as well.
+
+        Example:
+            >>> lease = buffer.expect_writers()  # explorers are about to be started
+            >>> batch = buffer.sample(4, timeout=60)
+            >>> lease.close()
         """
         return WriterLease(self._segment)
 

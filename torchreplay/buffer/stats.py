@@ -60,6 +60,15 @@ class Stats:
         insert_wait_share: Share of the last 10 to 20 seconds that a writer waited so, on average.
         sample_wait_share: Share of them that a learner waited for rows, on average.
         stopped: Whether the buffer was stopped.
+
+    Example:
+        >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=100)
+        >>> keys = buffer.extend(obs=torch.zeros(5, 3))
+        >>> stats = buffer.stats()
+        >>> stats.size, stats.inserted
+        (5, 5)
+        >>> print(stats)  # all of them, by subject
+        held  ...
     """
 
     size: int
@@ -104,6 +113,10 @@ class Stats:
 
         `"explorers"`: learners wait for rows. `"learners"`: explorers wait for the limiter. None: nobody waits much, or
         both sides do equally.
+
+        Example:
+            >>> print(stats.bottleneck)
+            None
         """
         inserting, sampling = self.insert_wait_share, self.sample_wait_share
         if inserting == sampling or max(inserting, sampling) < NOTICEABLE:
@@ -122,7 +135,12 @@ class Stats:
         )
 
     def as_dict(self) -> dict[str, int | float | bool]:
-        """Returns the fields by name."""
+        """Returns the fields by name.
+
+        Example:
+            >>> stats.as_dict()["capacity"]
+            100
+        """
         return asdict(self)
 
 

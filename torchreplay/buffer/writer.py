@@ -33,6 +33,14 @@ class Writer(_C.Writer, Closeable):
 
     Under a view that links rows, the episodes under way belong to the thread that wrote them: `step` of another thread
     is a `ValueError`. That one may begin new episodes by `reset`.
+
+    Example:
+        >>> flag = tr.Field((), torch.bool)
+        >>> spec = {"obs": tr.Field(3), "reward": tr.Field(), "terminated": flag, "truncated": flag}
+        >>> buffer = tr.ReplayBuffer(spec, capacity=100, view=tr.Transitions())
+        >>> writer = buffer.writer()
+        >>> obs = torch.zeros(3)
+        >>> first = writer.reset(obs=obs)
     """
 
     def __init__(
@@ -61,6 +69,11 @@ class Writer(_C.Writer, Closeable):
 
         Raises:
             ValueError: The view is `Rows()`, or the mask does not fit.
+
+        Example:
+            >>> key = writer.step(obs=obs, reward=1.0, terminated=False, truncated=False)
+            >>> writer.end_episode()  # the environment is broken off here
+            >>> first = writer.reset(obs=obs)
         """
         self._end_episode(mask)
 
@@ -69,6 +82,12 @@ class Writer(_C.Writer, Closeable):
 
         Raises:
             ValueError: The writer is closed.
+
+        Example:
+            >>> key = writer.step(obs=obs, reward=1.0, terminated=False, truncated=False)
+            >>> writer.flush()
+            >>> len(buffer)
+            2
         """
         self._require_open()
 
@@ -81,7 +100,14 @@ class Writer(_C.Writer, Closeable):
         raise RuntimeError(f"{self._config.called} is closed, and this writer with it: attach it again to write to it")
 
     def close(self) -> None:
-        """Gives up the writer's place; using it again is a `ValueError`. Idempotent."""
+        """Gives up the writer's place; using it again is a `ValueError`. Idempotent.
+
+        Example:
+            >>> with buffer.writer() as other:  # closes it at the end
+            ...     first = other.reset(obs=obs)
+            >>> other.closed
+            True
+        """
         self._close()
 
     def _last_observations(self, final_obs: Any, ended: bytes) -> dict[str, Any]:

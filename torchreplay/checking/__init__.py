@@ -39,6 +39,13 @@ class CheckReport:
         filled: Fields that the environment does not produce, for which random values stood in.
         rounded: Fields of a float dtype too narrow for the environment's values; a warning names the first.
         findings: What is wrong with the user's loop, each with the line to change.
+
+    Example:
+        >>> import gymnasium
+        >>> env = gymnasium.make("CartPole-v1")
+        >>> report = tr.check(env, tr.ReplayBuffer(tr.spec_from_env(env), capacity=1000, view=tr.Transitions()))
+        >>> report.findings
+        ()
     """
 
     episodes: int
@@ -102,6 +109,13 @@ def check(
 
     Warns:
         UserWarning: A field's float dtype is too narrow for an observation or an action, which it rounds.
+
+    Example:
+        >>> import gymnasium
+        >>> env = gymnasium.make("CartPole-v1")
+        >>> buffer = tr.ReplayBuffer(tr.spec_from_env(env), capacity=1000, view=tr.Transitions(n_step=3))
+        >>> tr.check(env, buffer, episodes=2).episodes
+        2
     """
     checked_instance("buffer", buffer, Replay, "a torchreplay.ReplayBuffer")
     checked_int("seed", seed, 0, (1 << 32) - 1)

@@ -28,11 +28,7 @@ class Learners:
     """The ranks of a `torch.distributed` run on one machine, which train from one buffer; also a single process.
 
     Every rank enters the same lines, under plain `torch.distributed`, Fabric or `torchrun`, once its process group is
-    there (`ReplayDataModule` does it for a Lightning Trainer)::
-
-        fabric.launch()
-        with tr.Learners(make_buffer, explorers=make_explorers) as buffer:
-            loader = fabric.setup_dataloaders(DataLoader(tr.ReplayDataset(buffer, 256), batch_size=None))
+    there, such as after `fabric.launch()`. `ReplayDataModule` does it for a Lightning Trainer.
 
     Rank 0 makes the buffer and starts the explorers, the others attach. Each rank draws its own batches from the one
     buffer; limiter, priorities and weights are those of the buffer.
@@ -48,6 +44,12 @@ class Learners:
 
     Raises:
         TypeError: If `buffer` or `explorers` is neither of the two things it may be.
+
+    Example:
+        >>> def make_buffer():
+        ...     return tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=100)
+        >>> with tr.Learners(make_buffer) as buffer:
+        ...     dataset = tr.ReplayDataset(buffer, batch_size=32)
     """
 
     def __init__(
@@ -88,6 +90,11 @@ class Learners:
             ValueError: The buffer's weights would differ between ranks (`Prioritized(weights="batch")`).
             AttachError: The ranks do not see each other's processes.
             LearnerLost: Another rank failed to make the buffer or to attach to it.
+
+        Example:
+            >>> learners = tr.Learners(make_buffer)
+            >>> buffer = learners.join()  # `with learners as buffer` does so, and leaves at the end
+            >>> loss = learners.leave()
         """
         if self._release is not None:
             raise RuntimeError("these Learners have joined already; leave() first, or make others")
@@ -110,7 +117,15 @@ class Learners:
         return buffer
 
     def start(self) -> None:
-        """Starts the explorers, on rank 0, where `join` did not."""
+        """Starts the explorers, on rank 0, where `join` did not.
+
+        Example:
+            >>> learners = tr.Learners(make_buffer)
+            >>> buffer = learners.join(start_explorers=False)
+            >>> buffer.limiter = tr.MinSize(10)  # what has to be done before they begin
+            >>> learners.start()
+            >>> loss = learners.leave()
+        """
         for explorers in self._explorers:
             explorers.start()
 
@@ -122,6 +137,14 @@ class Learners:
 
         Returns:
             None, or why the run is lost if another rank is the reason.
+
+        Example:
+            >>> learners = tr.Learners(make_buffer)
+            >>> buffer = learners.join()
+            >>> print(learners.leave())
+            None
+            >>> buffer
+            ReplayBuffer(closed)
         """
         release, self._release = self._release, None
         if release is None:

@@ -101,10 +101,7 @@ class Iteration:
 class ReplayDataset(SteppedDataset[ReplayBatch]):
     """Batches drawn from a buffer, infinite, `steps` or `epochs` long.
 
-    Each element is a whole `ReplayBatch`, so a `DataLoader` around it takes `batch_size=None`::
-
-        for batch in DataLoader(ReplayDataset(buffer, batch_size=256), batch_size=None):
-            ...
+    Each element is a whole `ReplayBatch`, so a `DataLoader` around it takes `batch_size=None`.
 
     - A native thread draws `prefetch` batches ahead and never holds the interpreter lock, so that a learner whose step
       takes longer than a draw does not wait. A batch misses the TD errors that are fed back between its draw and its
@@ -149,6 +146,14 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         ValueError: If an argument is of the wrong kind or out of range, there is no such CUDA device, or `epochs` does
             not go with the sampler, `steps` or `pin`.
         TypeError: If `timeout` is neither a number nor a text, which is a ValueError.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=100, sampler=tr.Prioritized())
+        >>> keys = buffer.extend(obs=torch.zeros(50, 3))
+        >>> dataset = tr.ReplayDataset(buffer, batch_size=32, steps=10)
+        >>> for batch in DataLoader(dataset, batch_size=None):  # each element is a whole batch
+        ...     buffer.update_priorities(batch, torch.ones(32))
     """
 
     def __init__(
@@ -264,6 +269,12 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         """How many of the next batches this process has drawn: none when the learner is about to wait for one.
 
         Of a `ShardedReplay`: for how many of them all shards have answered.
+
+        Example:
+            >>> batches = iter(dataset)
+            >>> batch = next(batches)
+            >>> 0 <= dataset.ready <= dataset.prefetch
+            True
         """
         stream = self._here().stream
         return 0 if stream is None else stream.answered
@@ -284,6 +295,12 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
 
         Raises:
             ValueError: TD errors from a device are NaN or infinite, as `buffer.flush` says.
+
+        Example:
+            >>> batches = iter(dataset)
+            >>> batch = next(batches)
+            >>> dataset.state_dict()["position"]
+            1
         """
         self.buffer.flush()
         return self._place_in_stream()
@@ -322,6 +339,13 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
 
         Raises:
             ValueError: If it is not such a state.
+
+        Example:
+            >>> first = next(iter(dataset))
+            >>> resumed = tr.ReplayDataset(buffer, batch_size=32, steps=10)  # over a restored buffer, usually
+            >>> resumed.load_state_dict(dataset.state_dict())
+            >>> len(list(resumed))
+            9
         """
         given: Any = state_dict
         names = ["draws", "position", "drawn"] + ([] if self.epochs is None else ["epochs_left"])
@@ -344,7 +368,14 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         self._iteration = Iteration(position, position, drawn, epochs_left=left)
 
     def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
-        """Feeds TD errors back, as `buffer.update_priorities` does."""
+        """Feeds TD errors back, as `buffer.update_priorities` does.
+
+        Example:
+            >>> for batch in dataset:
+            ...     dataset.update_priorities(batch, torch.ones(32))
+            >>> buffer.stats().updated
+            640
+        """
         self.buffer.update_priorities(batch_or_keys, td)
 
     @property

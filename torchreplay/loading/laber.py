@@ -22,15 +22,6 @@ CONTAINERS = (Mapping, list, tuple)
 class LaBER:
     """Down-samples a large batch by priorities computed just now (Lahire et al. 2022, https://arxiv.org/abs/2110.01528).
 
-    ```python
-    laber = tr.LaBER(64)
-    large = buffer.sample(256)                       # the paper draws 4 times as many, uniformly
-    with torch.no_grad():
-        priority = td_error(large).abs()             # any surrogate of the gradient's norm
-    batch = laber(large, priority)
-    loss = (batch["weight"] * td_error(batch) ** 2).mean()
-    ```
-
     An item j of the M is taken, with replacement, with probability P(j) = p_j / sum p, where p = |priority| + eps. Its
     weight corrects for that:
 
@@ -53,6 +44,14 @@ class LaBER:
 
     Raises:
         ValueError: An argument is out of range.
+
+    Example:
+        >>> buffer = tr.ReplayBuffer({"error": tr.Field()}, capacity=1000)
+        >>> keys = buffer.extend(error=torch.randn(1000))
+        >>> laber = tr.LaBER(64)
+        >>> large = buffer.sample(256)  # the paper draws 4 times as many, uniformly
+        >>> batch = laber(large, large["error"])  # TD errors, or another surrogate of the gradient's norm
+        >>> loss = (batch["weight"] * batch["error"] ** 2).mean()
     """
 
     def __init__(self, batch_size: int, mode: Mode = "mean", *, seed: int | None = None, eps: float = 1e-6) -> None:

@@ -24,14 +24,10 @@ AnyReplay = TypeVar("AnyReplay", bound=Replay)  # the keys of a Mapping are of o
 class MixedDataset(SteppedDataset[Any]):
     """Batches drawn from several buffers, infinite or `steps` long, in one of two forms.
 
-    **Shares**: one batch with items of every buffer, such as demonstrations beside what explorers write::
+    **Shares**: one batch with items of every buffer, such as demonstrations beside what explorers write. The first
+    example below has them.
 
-        dataset = tr.MixedDataset({online: 0.75, demonstrations: 0.25}, batch_size=256)
-        for batch in dataset:
-            ...
-            dataset.update_priorities(batch, td)
-
-    A batch is a `ReplayBatch`. The items of the first buffer, 192 here, come first, then those of the next. The counts
+    A batch is a `ReplayBatch`. The items of the first buffer, 24 there, come first, then those of the next. The counts
     are the same in every batch: whole items that sum to `batch_size`, as near to the shares as they can be (largest
     remainder). `batch["buffer"]`, int64 `[B]` on the batch's device, says which buffer an item came from: its position
     in the dict.
@@ -44,15 +40,8 @@ class MixedDataset(SteppedDataset[Any]):
       largest, as in its own batches, they would let uniform demonstrations outweigh prioritized experience.
 
     **Names**: one batch of each buffer, for learners with several agents or policies, whose specs and views may
-    differ::
-
-        dataset = tr.MixedDataset({"red": red_buffer, "blue": blue_buffer}, batch_size=256)
-        for batches in dataset:
-            ...  # batches["red"] and batches["blue"] are batches of 256
-            dataset.update_priorities(batches, {"red": red_td, "blue": blue_td})
-
-    An element is a dict of what a `ReplayDataset` of each buffer gives. Steps that belong together, of all agents at
-    once, are rows of one buffer instead, with a nested spec.
+    differ. An element is a dict of what a `ReplayDataset` of each buffer gives. Steps that belong together, of all
+    agents at once, are rows of one buffer instead, with a nested spec.
 
     The rest is as in `ReplayDataset`. A new iteration continues the streams of draws. `DataLoader` (with
     `batch_size=None`) works with workers under every start method. No global random state is touched. After `stop()` of
@@ -81,6 +70,18 @@ class MixedDataset(SteppedDataset[Any]):
         ValueError: An argument is of the wrong kind or out of range, or a share is too small for one item. With shares:
             batches of the buffers differ in a name, a shape, a dtype or in how weights are normalised.
         TypeError: If `timeout` is neither a number nor a text, which is a ValueError.
+
+    Example:
+        >>> def filled():
+        ...     buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=100, sampler=tr.Prioritized())
+        ...     rows = buffer.extend(obs=torch.zeros(50, 3))
+        ...     return buffer
+        >>> online, demonstrations = filled(), filled()
+        >>> dataset = tr.MixedDataset({online: 0.75, demonstrations: 0.25}, batch_size=32, steps=10)
+        >>> dataset.counts
+        (24, 8)
+        >>> for batches in tr.MixedDataset({"red": filled(), "blue": filled()}, batch_size=32, steps=10):
+        ...     red, blue = batches["red"], batches["blue"]  # of 32 items each
     """
 
     def __init__(
@@ -182,6 +183,12 @@ class MixedDataset(SteppedDataset[Any]):
             ValueError: A shape or a name does not fit, or an error is NaN or infinite. Or a key was never issued, or
                 the batch is of other buffers. Nothing is applied.
             RuntimeError: One of the buffers is closed; nothing is applied.
+
+        Example:
+            >>> for batch in dataset:
+            ...     dataset.update_priorities(batch, torch.ones(32))
+            >>> online.stats().updated, demonstrations.stats().updated
+            (240, 80)
         """
         if self._mixture is not None:
             self._mixture.feed_back(batch, td)
@@ -193,6 +200,13 @@ class MixedDataset(SteppedDataset[Any]):
 
         Raises:
             ValueError: Some were NaN or infinite: they are dropped, and the others applied.
+
+        Example:
+            >>> batch = next(iter(dataset))
+            >>> dataset.update_priorities(batch, torch.ones(32))
+            >>> dataset.flush()
+            >>> online.stats().updated
+            24
         """
         with contextlib.ExitStack() as flushed:
             for buffer in self.buffers:
@@ -224,6 +238,11 @@ class MixedDataset(SteppedDataset[Any]):
         Returns:
             `form`, "shares" or "names"; `buffers`, their names, or with shares a pair of numbers that identifies each;
             `parts`, the state of a `ReplayDataset` for each, in the same order.
+
+        Example:
+            >>> batches = iter(dataset)
+            >>> batch = next(batches)
+            >>> state = dataset.state_dict()  # beside the buffers' own `save`
         """
         states = [part.state_dict() for part in self._parts]
         # The last one is drawn last: where a draw failed, the parts before it are a batch ahead.
@@ -243,6 +262,13 @@ class MixedDataset(SteppedDataset[Any]):
         Raises:
             ValueError: If it is not such a state, or that of a dataset in the other form. Or its buffers have other
                 names, are more or fewer, or stand in another order.
+
+        Example:
+            >>> first = next(iter(dataset))
+            >>> resumed = tr.MixedDataset({online: 0.75, demonstrations: 0.25}, batch_size=32, steps=10)
+            >>> resumed.load_state_dict(dataset.state_dict())
+            >>> len(list(resumed))
+            9
         """
         for part, state in zip(self._parts, self._states_in(state_dict), strict=True):
             part.load_state_dict(state)

@@ -19,11 +19,6 @@ CHUNK = 1 << 14  # slots looked at together: what stays in the cache
 class Reverse:
     """Draws items in reverse order of time (Rotinov 2019, https://arxiv.org/abs/1910.08780), not at random.
 
-    ```python
-    reverse = tr.Reverse(buffer, stride=300)
-    batch = reverse.sample(32)
-    ```
-
     A batch has an item and those `stride`, 2 `stride`, ... items before it. The first batch starts at the newest item,
     each further one an item earlier than the last. So a reward travels backwards through an episode. New items do not
     move it. Where the start is 2 `stride` items or more behind the newest, it returns to the newest.
@@ -43,6 +38,11 @@ class Reverse:
     Raises:
         ValueError: `stride` is below 1.
         TypeError: `buffer` is no `ReplayBuffer`.
+
+    Example:
+        >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=1000)
+        >>> keys = buffer.extend(obs=torch.zeros(1000, 3))
+        >>> reverse = tr.Reverse(buffer, stride=300)
     """
 
     def __init__(self, buffer: ReplayBuffer, stride: int = 300) -> None:
@@ -63,6 +63,12 @@ class Reverse:
             ValueError: `batch_size` is below 1 or too large.
             RuntimeError: No item can be drawn yet. It does not wait as `buffer.sample` does.
             Stopped: The buffer was stopped.
+
+        Example:
+            >>> reverse.sample(4)["key"]
+            tensor([999, 699, 399,  99])
+            >>> reverse.sample(4)["key"]
+            tensor([998, 698, 398,  98])
         """
         batch_size = checked_int("batch_size", batch_size, 1, MAX_BATCH)
         if self.buffer.stopped:

@@ -61,6 +61,13 @@ class BatchReport:
         shares: How often each value occurs, the commonest first. `"writer"` and `"episode"` are there where the buffer
             knows them, `"buffer"` in a batch of several, and each column asked for.
         remarks: What is worth a look, in words.
+
+    Example:
+        >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=100)
+        >>> keys = buffer.extend(obs=torch.zeros(5, 3))
+        >>> report = tr.explain(buffer.gather([0, 1, 1, 1]), buffer)
+        >>> report.items, report.distinct, report.most_often
+        (4, 2, 3)
     """
 
     items: int
@@ -100,6 +107,12 @@ def explain(batch: Mapping[str, Any], buffer: Replay | None = None, *, by: Itera
     Raises:
         TypeError: `batch` is no mapping, or `buffer` no buffer.
         ValueError: The batch has no keys or no items, was drawn from another buffer, or lacks a column of `by`.
+
+    Example:
+        >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3), "level": tr.Field((), torch.int64)}, capacity=100)
+        >>> keys = buffer.extend(obs=torch.zeros(4, 3), level=[1, 1, 1, 2])
+        >>> tr.explain(buffer.gather(keys), buffer, by=["level"]).shares["level"]
+        {1: 3, 2: 1}
     """
     checked_instance("batch", batch, Mapping, "a batch, as sample() returns it")
     given = batch.get("key")

@@ -27,17 +27,7 @@ class Monitor(Closeable):
     `replay/inserted_per_second`, `replay/sampled_per_second`, `replay/updated_per_second`. docs/metrics.md says what
     each means, and what healthy and sick look like.
 
-    From a loop::
-
-        monitor = tr.Monitor(buffer, SummaryWriter())
-        for step, batch in enumerate(loader):
-            ...
-            monitor.step(step)
-
-    From a thread::
-
-        with tr.Monitor(buffer, wandb.log, interval_s=10):
-            train()
+    A loop calls `step`. Inside `with` a thread logs by itself.
 
     Args:
         buffer: A `ReplayBuffer`, a `ShardedReplay`.
@@ -51,6 +41,14 @@ class Monitor(Closeable):
     Raises:
         TypeError: `buffer` is no buffer, or `writer` nothing that can be written to.
         ValueError: `interval_s` is negative, or `histogram_every` no positive integer.
+
+    Example:
+        >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=100)
+        >>> keys = buffer.extend(obs=torch.zeros(5, 3))
+        >>> logged = []
+        >>> def log(values, step):  # or a SummaryWriter, a run of W&B, a logger of Lightning's
+        ...     logged.append((step, values))
+        >>> monitor = tr.Monitor(buffer, log, interval_s=0)
     """
 
     def __init__(
@@ -76,6 +74,12 @@ class Monitor(Closeable):
 
         Args:
             step: Of the learner: what other metrics of the loop are logged at.
+
+        Example:
+            >>> for step in range(3):
+            ...     monitor.step(step)
+            >>> [step for step, _ in logged]
+            [0, 1, 2]
         """
         self._step = step
         if self._thread is None and (self._last < 0 or time.monotonic() - self._last >= self._interval):
@@ -89,6 +93,10 @@ class Monitor(Closeable):
 
         Returns:
             What was logged, by name.
+
+        Example:
+            >>> monitor.log(1000)["replay/size"]
+            5.0
         """
         with self._lock:
             self._last = time.monotonic()
@@ -116,6 +124,10 @@ class Monitor(Closeable):
 
         Args:
             quantiles: Whether to add those of priorities and ages, as gauges. They cost a pass over the buffer.
+
+        Example:
+            >>> "replay_size 5" in monitor.prometheus()
+            True
         """
         with self._told_lock:
             _, values = self._told.take(self._buffer)
@@ -136,6 +148,13 @@ class Monitor(Closeable):
         Raises:
             OSError: The port is taken.
             RuntimeError: It is serving already.
+
+        Example:
+            >>> port = monitor.serve(0)
+            >>> from urllib.request import urlopen
+            >>> b"replay_size 5" in urlopen(f"http://127.0.0.1:{port}/metrics").read()
+            True
+            >>> monitor.close()
         """
         if self._server is not None:
             raise RuntimeError(f"the monitor serves port {self._server.server_port} already")
@@ -163,7 +182,12 @@ class Monitor(Closeable):
         return self
 
     def close(self) -> None:
-        """Ends the thread, after a last log, and the server. The writer stays open. Idempotent."""
+        """Ends the thread, after a last log, and the server. The writer stays open. Idempotent.
+
+        Example:
+            >>> with tr.Monitor(buffer, log, interval_s=10):  # closes it at the end
+            ...     pass  # train
+        """
         thread, self._thread = self._thread, None
         self._end.set()
         if thread is not None:

@@ -34,6 +34,13 @@ class ReplayBatch(dict[str, Any]):
     A batch of a `MixedDataset` has a fourth, `batch["buffer"]` (int64 `[B]`): the position of each item's buffer.
 
     It is a plain dict to other code, and keeps its keys through `DataLoader`, Lightning, pickling and copying.
+
+    Example:
+        >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3), "reward": tr.Field()}, capacity=100)
+        >>> keys = buffer.extend(obs=torch.zeros(5, 3), reward=torch.ones(5))
+        >>> batch = buffer.sample(4)
+        >>> batch
+        ReplayBatch(obs: float32[4, 3], reward: float32[4], key: int64[4], weight: float32[4], probability: float32[4])
     """
 
     __slots__ = ("source",)
@@ -56,6 +63,10 @@ class ReplayBatch(dict[str, Any]):
 
         Raises:
             TypeError: `device` is a dtype.
+
+        Example:
+            >>> batch.to("meta")["obs"].device, batch["key"].device  # "cuda", usually
+            (device(type='meta'), device(type='cpu'))
         """
         if isinstance(device, torch.dtype):
             raise TypeError(f"device is {device}: expected a device; cast the entries that are to be cast")
@@ -79,6 +90,10 @@ class ReplayBatch(dict[str, Any]):
                 flag is set, unless the batch has a `done` of its own.
             column: Fields of shape `[B]`, rewards and flags, become `[B, 1]`. `key`, `weight` and `probability`, which
                 are not TorchRL's, keep their shape.
+
+        Example:
+            >>> batch.to_tensordict(column=True)["reward"].shape
+            torch.Size([4, 1])
         """
         from tensordict import TensorDict  # which takes a second to import
 
@@ -103,7 +118,14 @@ class ReplayBatch(dict[str, Any]):
         raise KeyError(f"the batch has no {name!r}{meant} It has {', '.join(map(repr, self)) or 'nothing'}")
 
     def copy(self) -> ReplayBatch:
-        """Returns a batch of the same tensors."""
+        """Returns a batch of the same tensors.
+
+        Example:
+            >>> other = batch.copy()
+            >>> other["reward"] = other["reward"] * 2
+            >>> batch["reward"]
+            tensor([1., 1., 1., 1.])
+        """
         copied = ReplayBatch(self)
         copied.source = getattr(self, "source", None)
         return copied

@@ -71,6 +71,13 @@ class Hindsight:
     Raises:
         ValueError: An argument is out of range.
         TypeError: An argument is no number, no name or no function where it should be one.
+
+    Example:
+        >>> flag = tr.Field((), torch.bool)
+        >>> obs = {"place": tr.Field(2), "achieved_goal": tr.Field(2), "desired_goal": tr.Field(2)}
+        >>> spec = {"obs": obs, "reward": tr.Field(), "terminated": flag, "truncated": flag}
+        >>> view = tr.Hindsight(lambda achieved, desired: (achieved == desired).all(1).float() - 1)
+        >>> buffer = tr.ReplayBuffer(spec, capacity=100, view=view)
     """
 
     functions: ClassVar[tuple[str, ...]] = ("compute_reward", "compute_terminated")

@@ -18,6 +18,9 @@ class MinSize:
 
     Raises:
         ValueError: `min_size` is below 1.
+
+    Example:
+        >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=10_000, limiter=tr.MinSize(1000))
     """
 
     min_size: int = 1
@@ -57,6 +60,10 @@ class SamplesPerInsert:
     Raises:
         ValueError: `ratio` or `tolerance` is not positive and finite, `min_size` is below 1, or the bounds are not
             finite.
+
+    Example:
+        >>> limiter = tr.SamplesPerInsert(8.0, min_size=1000)  # 8 draws per item, once 1000 are in
+        >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=10_000, limiter=limiter)
     """
 
     ratio: float

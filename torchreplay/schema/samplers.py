@@ -27,6 +27,11 @@ class LinearSchedule:
 
     Raises:
         ValueError: `steps` is below 1, or an end is not finite.
+
+    Example:
+        >>> beta = tr.LinearSchedule(0.4, 1.0, steps=100)
+        >>> beta(0), beta(50), beta(1000)
+        (0.4, 0.7, 1.0)
     """
 
     start: float
@@ -81,6 +86,12 @@ class Uniform:
 
     Raises:
         ValueError: `replacement` is no bool.
+
+    Example:
+        >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=100, sampler=tr.Uniform())
+        >>> keys = buffer.extend(obs=torch.zeros(5, 3))
+        >>> buffer.sample(4)["weight"]
+        tensor([1., 1., 1., 1.])
     """
 
     beta: ClassVar[float] = 0.0
@@ -121,6 +132,13 @@ class Prioritized:
     Raises:
         ValueError: An argument, or an end of a `LinearSchedule`, is negative or not finite, `eps` is 0, or `weights` or
             `initial` is unknown.
+
+    Example:
+        >>> sampler = tr.Prioritized(alpha=1.0, beta=tr.LinearSchedule(0.4, 1.0, steps=100_000))
+        >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=100, sampler=sampler)
+        >>> keys = buffer.extend(obs=torch.zeros(3, 3), priority=[1.0, 1.0, 2.0])
+        >>> buffer.gather(keys)["probability"]
+        tensor([0.2500, 0.2500, 0.5000])
     """
 
     alpha: float = 0.6

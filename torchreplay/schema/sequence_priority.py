@@ -27,6 +27,11 @@ def sequence_priority(td: torch.Tensor, mask: torch.Tensor, eta: float = 0.9) ->
     Raises:
         ValueError: A shape or a dtype is another, or `eta` is outside 0 to 1.
         TypeError: `td` or `mask` is no tensor.
+
+    Example:
+        >>> td = torch.tensor([[1.0, -3.0, 9.0]])
+        >>> tr.sequence_priority(td, torch.tensor([[True, True, False]]))  # 0.9 * 3 + 0.1 * 2
+        tensor([2.9000])
     """
     eta = as_float("eta", eta)
     if not 0.0 <= eta <= 1.0:

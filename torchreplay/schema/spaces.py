@@ -24,6 +24,12 @@ def spec_from_space(space: Space[Any]) -> Field | dict[str, Any]:
         ValueError: A space whose values have no fixed shape (`Text`, `Sequence`, `Graph`, `OneOf`), a name that is
             empty or has a '/', an empty space, or a dtype that rows cannot hold. The text names the place.
         TypeError: It is no Gymnasium space.
+
+    Example:
+        >>> from gymnasium.spaces import Box, Discrete
+        >>> spec = {"obs": tr.spec_from_space(Box(-1, 1, (3,))), "action": tr.spec_from_space(Discrete(2))}
+        >>> spec["action"]
+        Field((), torch.int64)
     """
     return _spec_of(space, ())
 
@@ -41,6 +47,11 @@ def spec_from_env(env: Any, next_obs: bool = False) -> dict[str, Any]:
     Raises:
         ValueError: As `spec_from_space`.
         TypeError: The environment has no Gymnasium spaces.
+
+    Example:
+        >>> import gymnasium
+        >>> tr.spec_from_env(gymnasium.make("CartPole-v1"))["obs"]
+        Field((4,), torch.float32)
     """
     observation_space, action_space = single_spaces(env)
     spec = {

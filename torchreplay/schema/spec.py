@@ -55,6 +55,15 @@ class Field:
     Raises:
         ValueError: The shape has a size below 1 or too many dimensions, or rows cannot hold the dtype.
         TypeError: A size is no integer.
+
+    Example:
+        >>> spec = {
+        ...     "obs": {"image": tr.Field((3, 84, 84), torch.uint8), "speed": tr.Field(2)},
+        ...     "action": tr.Field((), torch.int64),
+        ...     "reward": tr.Field(),
+        ... }
+        >>> spec["obs"]["image"].nbytes
+        21168
     """
 
     shape: tuple[int, ...]

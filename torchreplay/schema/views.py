@@ -31,7 +31,14 @@ MAX_STEPS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Every row is an item: a batch has the spec's fields, `[B, *shape]`."""
+    """Every row is an item: a batch has the spec's fields, `[B, *shape]`.
+
+    Example:
+        >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=100, view=tr.Rows())
+        >>> keys = buffer.extend(obs=torch.zeros(5, 3))
+        >>> buffer.num_items
+        5
+    """
 
     def native(self) -> tuple[int, ...]:
         """Returns what decides which items can be drawn, for the native core."""
@@ -86,6 +93,16 @@ class Transitions:
     Raises:
         ValueError: An argument is out of range, a number of steps or frames is no int, or `gamma` is a text.
         TypeError: `gamma` is no number, `stack` no dict, or a name no text.
+
+    Example:
+        >>> flag = tr.Field((), torch.bool)
+        >>> spec = {"obs": tr.Field(), "reward": tr.Field(), "terminated": flag, "truncated": flag}
+        >>> buffer = tr.ReplayBuffer(spec, capacity=100, view=tr.Transitions(n_step=2, gamma=0.5))
+        >>> end, no = [False, False, True], [False, False, False]
+        >>> keys = buffer.extend(obs=[0.0, 1.0, 2.0, 3.0], reward=[1.0, 1.0, 1.0], terminated=end, truncated=no)
+        >>> batch = buffer.gather(keys[:3])
+        >>> batch["next_obs"], batch["reward"], batch["discount"]
+        (tensor([2., 3., 3.]), tensor([1.5000, 1.5000, 1.0000]), tensor([0.2500, 0.0000, 0.0000]))
     """
 
     n_step: int = 1
@@ -203,6 +220,16 @@ class Sequences:
     Raises:
         ValueError: An argument is out of range.
         TypeError: An argument is no number, or no name, where it should be one.
+
+    Example:
+        >>> flag = tr.Field((), torch.bool)
+        >>> spec = {"obs": tr.Field(), "reward": tr.Field(), "terminated": flag, "truncated": flag}
+        >>> buffer = tr.ReplayBuffer(spec, capacity=100, view=tr.Sequences(length=2))
+        >>> end, no = [False, False, True], [False, False, False]
+        >>> keys = buffer.extend(obs=[0.0, 1.0, 2.0, 3.0], reward=[1.0, 1.0, 1.0], terminated=end, truncated=no)
+        >>> batch = buffer.gather(keys[:1])
+        >>> batch["obs"], batch["reward"], batch["mask"]
+        (tensor([[0., 1., 2.]]), tensor([[1., 1.]]), tensor([[True, True]]))
     """
 
     length: int

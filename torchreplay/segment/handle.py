@@ -33,6 +33,12 @@ class Handle:
         machine: Boot id of the machine.
         node: Ray's id of the node; "" where Ray was not running.
         delivery_log: Of a buffer that writers on other nodes may write to.
+
+    Example:
+        >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=100)
+        >>> handle = buffer.handle()
+        >>> tr.ReplayBuffer.attach(handle).capacity  # in another process, usually
+        100
     """
 
     pid: int

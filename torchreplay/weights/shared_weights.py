@@ -47,6 +47,15 @@ class SharedWeights(Transient):
     Raises:
         ValueError: The module has no weights.
         MemoryError: Too little memory is left.
+
+    Example:
+        >>> policy = torch.nn.Linear(4, 2)
+        >>> weights = tr.SharedWeights(policy)  # explorers get it as an argument
+        >>> acting = torch.nn.Linear(4, 2)  # in an explorer
+        >>> weights.pull(acting)
+        True
+        >>> torch.equal(acting.weight, policy.weight)
+        True
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -116,6 +125,12 @@ class SharedWeights(Transient):
             ValueError: The module's weights differ in name, shape or dtype from those of the constructor.
             ReplayTimeout: Another publisher is stopped in the middle.
             RuntimeError: It is called by a signal's handler while its own thread publishes these weights.
+
+        Example:
+            >>> torch.nn.init.zeros_(policy.weight).sum().item()
+            0.0
+            >>> weights.publish(policy)
+            1
         """
         state = self.require_like(module)
         if self._native.publisher == threading.get_native_id():  # to end this one would end that one, half done
@@ -151,6 +166,13 @@ class SharedWeights(Transient):
 
         Raises:
             ValueError: The module's weights differ in name, shape or dtype from those of the constructor.
+
+        Example:
+            >>> weights.pull(acting)  # nothing is newer
+            False
+            >>> version = weights.publish(policy)
+            >>> weights.pull(acting)
+            True
         """
         if self._native.version == self._pulled and self._pulled_into() is module:
             return False
@@ -180,6 +202,12 @@ class SharedWeights(Transient):
 
         Raises:
             ValueError: They differ from those shared in name, dtype or shape.
+
+        Example:
+            >>> state = weights.require_like(policy)
+            >>> weights.require_like(torch.nn.Linear(4, 3))
+            Traceback (most recent call last):
+            ValueError: the module's weights differ from those shared in bias, weight: ...
         """
         state = module_state(module)
         given = {name: (t.dtype, tuple(t.shape)) for name, t in state.items()}
