@@ -15,8 +15,7 @@ from ray.rllib.env.single_agent_episode import SingleAgentEpisode
 from ray.rllib.utils.replay_buffers import EpisodeReplayBuffer as TheirBuffer
 from ray.rllib.utils.replay_buffers import PrioritizedEpisodeReplayBuffer as TheirPrioritizedBuffer
 
-from torchreplay.compat import rllib
-from torchreplay.compat.rllib import EpisodeReplayBuffer, PrioritizedEpisodeReplayBuffer
+from torchreplay.compat.rllib import EpisodeReplayBuffer, PrioritizedEpisodeReplayBuffer, module_replay
 
 OBS = gymnasium.spaces.Box(-1, 1, (3,))
 ACT = gymnasium.spaces.Discrete(4)
@@ -252,7 +251,7 @@ def test_a_value_that_does_not_fit_ends_the_stream_and_the_part_may_come_again()
     for _ in range(5):
         with pytest.raises(ValueError, match="obs"):
             buffer.add(begins_badly)
-    assert len(buffer._idle) <= 2  # their writer is used again
+    assert len(buffer._module._idle) <= 2  # their writer is used again
 
 
 def test_what_is_remembered_of_episodes_goes_with_their_rows():
@@ -261,8 +260,8 @@ def test_what_is_remembered_of_episodes_goes_with_their_rows():
     for _ in range(50):
         whole, pieces = parts(rng, 10, 3)
         buffer.add(pieces)
-    assert buffer.get_num_episodes() == len(buffer._held) == 5
-    assert not buffer._running
+    assert buffer.get_num_episodes() == len(buffer._module._held) == 5
+    assert not buffer._module._running
     other = EpisodeReplayBuffer(55)
     other.set_state(buffer.get_state())
     with pytest.warns(UserWarning, match="had come before"):
@@ -338,7 +337,7 @@ def test_metrics_have_the_names_and_counts_of_rllibs():
 
 
 def test_too_many_episodes_under_way_end_the_oldest(monkeypatch):
-    monkeypatch.setattr(rllib, "MAX_RUNNING", 3)
+    monkeypatch.setattr(module_replay, "MAX_RUNNING", 3)
     rng = np.random.default_rng(7)
     buffer = EpisodeReplayBuffer(300, n_step=5)
     pieces = [parts(rng, 20, 4)[1] for _ in range(4)]
