@@ -410,6 +410,15 @@ def test_a_pickle_is_read_where_the_memory_is_gone(tmp_path):
     assert printed.split() == ["20", "2", "20"]
 
 
+def test_a_pickle_keeps_the_capacity_and_the_counts():
+    buffer = EpisodeReplayBuffer(55, batch_size_B=5)
+    buffer.add([lived(np.random.default_rng(i), 10) for i in range(9)])
+    buffer.sample()
+    copied = pickle.loads(pickle.dumps(buffer))
+    assert (copied.capacity, copied.replay.capacity, copied.batch_size_B) == (55, 55, 5)
+    assert (copied.get_added_timesteps(), copied.get_sampled_timesteps(), copied.get_num_episodes()) == (90, 5, 5)
+
+
 def test_a_state_brings_rows_priorities_and_counts_back():
     rng = np.random.default_rng(10)
     buffer = PrioritizedEpisodeReplayBuffer(60, n_step=2)

@@ -208,11 +208,14 @@ class EpisodeReplayBuffer(RLlibEpisodeReplayBuffer):
             setattr(self, name, state[name])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "metrics"}
+        state: Any = super().__getstate__()
+        beside, slots = state  # RLlib's class has both
+        return {name: value for name, value in (beside | slots).items() if name != "metrics"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         RLlibEpisodeReplayBuffer.__init__(self)  # its metrics begin anew
-        vars(self).update(state)
+        for name, value in state.items():
+            setattr(self, name, value)
 
 
 STATE: Final = ("_num_episodes_evicted", "_num_timesteps_added", "sampled_timesteps")
