@@ -6,7 +6,7 @@ import copy
 import io
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -39,12 +39,23 @@ class Stream:
     observation: Any
 
 
+class Origin(NamedTuple):
+    """The episode that a transition is of, by RLlib's names."""
+
+    id_: str | None
+    agent_id: Any
+    multi_agent_episode_id: Any
+
+
 class Held(NamedTuple):
     """What is held of an episode."""
 
+    origin: Origin
     newest: int
     """Key of its newest row."""
     spans: list[Span]
+    streams: set[int]
+    """Numbers of its streams."""
 
 
 class ModuleReplay:
@@ -68,6 +79,7 @@ class ModuleReplay:
         self._example: dict[str, Any] = {}  # an observation and an action, which say how tuples and dicts nest
         self._spaces: tuple[Any, Any] = (None, None)
         self._held: OrderedDict[str, Held] = OrderedDict()  # oldest first
+        self._origins: dict[int, Origin] = {}  # by the stream's number
         self.gaps = self.repeated_timesteps = 0
         self._forget()
         self.replay: ReplayBuffer | None = None
@@ -76,7 +88,7 @@ class ModuleReplay:
         """Has no episode be under way in this process."""
         self._running: OrderedDict[str, Stream] = OrderedDict()
         self._idle: list[Writer] = []
-        self._drawn: ReplayBatch | None = None
+        self._drawn: torch.Tensor | None = None  # keys, in the order of the episodes handed out
 
     # Writing
 
@@ -122,7 +134,7 @@ class ModuleReplay:
             ends = span[1] == episode.t and episode.is_done
         finally:
             if stream.t > span[0]:
-                self._hold(episode.id_, int(key), (span[0], stream.t))
+                self._hold(episode, stream.number, int(key), (span[0], stream.t))
             if ends:
                 stream.writer.end_episode()
                 self._idle.append(stream.writer)
@@ -142,11 +154,13 @@ class ModuleReplay:
         self._episodes_begun += 1
         return True, Stream(self._free_writer(), self._episodes_begun - 1, t, observation)
 
-    def _hold(self, name: str, key: int, span: Span) -> None:
+    def _hold(self, episode: SingleAgentEpisode, stream: int, key: int, span: Span) -> None:
         """Remembers that steps of an episode are there, the newest of them in the row of a key."""
-        held = self._held.get(name)
-        self._held[name] = Held(key, joined([*(held.spans if held else []), span]))
-        self._held.move_to_end(name)
+        origin = Origin(episode.id_, episode.agent_id, episode.multi_agent_episode_id)
+        held = self._held.get(episode.id_, Held(origin, key, [], set()))
+        self._held[episode.id_] = Held(origin, key, joined([*held.spans, span]), held.streams | {stream})
+        self._held.move_to_end(episode.id_)
+        self._origins[stream] = origin
 
     def _note_gap(self, episode: SingleAgentEpisode, t: int, ended: int) -> None:
         self.gaps += 1
@@ -199,6 +213,8 @@ class ModuleReplay:
         evicted: list[Held] = []
         while self._held and next(iter(self._held.values())).newest < self.rows_overwritten:
             evicted.append(self._held.popitem(last=False)[1])
+            for stream in evicted[-1].streams:
+                del self._origins[stream]
         return evicted
 
     # Drawing
@@ -211,22 +227,33 @@ class ModuleReplay:
         """
         try:
             if self.replay is not None:
-                self._drawn = draw(self.replay, n, beta)
-                return self._drawn
+                batch = draw(self.replay, n, beta)
+                self._drawn = batch["key"]
+                return batch
         except WouldBlockForever as error:
             raise ValueError(f"there is nothing to sample yet: {error}") from error
         raise ValueError("there is nothing to sample yet: add episodes first")
 
-    def episodes_of(self, batch: ReplayBatch, to_numpy: bool) -> list[SingleAgentEpisode]:
-        """Returns an episode of one step for each transition of a batch."""
+    def episodes_of(self, batch: ReplayBatch, to_numpy: bool, module_id: Any = None) -> list[SingleAgentEpisode]:
+        """Returns an episode of one step for each transition of a batch, in its order.
+
+        With a `module_id`, they name where they are from, and those of one agent in one episode lie together. TD errors
+        are then expected in that order.
+        """
         observation, following = self._values("obs", batch["obs"]), self._values("obs", batch["next_obs"])
         action, reward = self._values("action", batch["action"]), batch["reward"].tolist()
         ends = zip(batch["terminated"].tolist(), batch["truncated"].tolist(), strict=True)
         steps = (batch["next_t"] - batch["t"]).tolist()
-        figures = zip(batch["t"].tolist(), steps, batch["weight"].tolist(), ends, strict=True)
+        figures = list(zip(batch["t"].tolist(), steps, batch["weight"].tolist(), ends, strict=True))
         observation_space, action_space = self._spaces
+        names: list[dict[str, Any]] = [{}] * len(figures)
+        order: Sequence[int] = range(len(figures))
+        if module_id is not None:
+            names, order = self._named(batch, module_id)
+            self._drawn = batch["key"][order]
         episodes = []
-        for i, (t, n_step, weight, (terminated, truncated)) in enumerate(figures):
+        for i in order:
+            t, n_step, weight, (terminated, truncated) = figures[i]
             episode = SingleAgentEpisode(
                 observations=[observation(i), following(i)],
                 observation_space=observation_space,
@@ -238,9 +265,19 @@ class ModuleReplay:
                 extra_model_outputs={"weights": [weight], "n_step": [n_step]},
                 t_started=t,
                 len_lookback_buffer=0,
+                **names[i],
             )
             episodes.append(episode.to_numpy() if to_numpy else episode)
         return episodes
+
+    def _named(self, batch: ReplayBatch, module_id: Any) -> tuple[list[dict[str, Any]], list[int]]:
+        """Returns the names of each transition's episode, and the transitions' order by agent and episode."""
+        unknown = Origin(None, module_id, None)  # of another process's writer
+        origins = [self._origins.get(stream, unknown) for stream in batch["episode"].tolist()]
+        first: dict[tuple[Any, Any], int] = {}
+        places = [first.setdefault((of.multi_agent_episode_id, of.agent_id), i) for i, of in enumerate(origins)]
+        order = sorted(range(len(places)), key=places.__getitem__)
+        return [origin._asdict() | {"module_id": module_id} for origin in origins], order
 
     def _values(self, name: str, columns: Any) -> Any:
         return reader(self._example[name], columns)
@@ -290,13 +327,18 @@ class ModuleReplay:
         capacity, _, sampler, _ = self._made
         saved = state["saved"]
         loaded = ReplayBuffer.load(io.BytesIO(saved), capacity, sampler=sampler) if saved else None
-        if self.replay is not None:
-            self.replay.close()
+        self.close()
         self.replay = loaded
         for name in STATE:
             setattr(self, name, state[name])
         self._held = OrderedDict(state["held"])
+        self._origins = {stream: held.origin for held in self._held.values() for stream in held.streams}
         self._forget()
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        if self.replay is not None:
+            self.replay.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleReplay, self._made, self.get_state()
