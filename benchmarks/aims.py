@@ -32,6 +32,7 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
     ("kills", "explorer killed: learner hangs"): (Aim(0.0),),
     ("kills", "learner killed: explorer hangs"): (Aim(0.0),),
     ("kills", "learner killed: learner hangs"): (Aim(0.0),),
+    ("small", "sample 256, without replacement"): (Aim(1 / 1.2, over="with replacement"),),
     ("rewrite", "... times a gather of them"): (Aim(2.0),),
     ("rewrite", "... as fast as without"): (Aim(0.5),),
     ("gather", "fraction of memcpy, reused"): (Aim(0.9),),

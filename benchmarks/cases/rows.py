@@ -1,24 +1,28 @@
 """Writing, sampling and feedback on a full buffer, for one kind of row."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import cycle, islice
 from typing import TypeVar
 
+import torchreplay as tr
 from benchmarks.line import OURS, Line
 from benchmarks.machine import require_memory
 from benchmarks.peers import Peer, PrioritizedPeer
 from benchmarks.peers.registry import PEERS, installed
-from benchmarks.peers.torchreplay import TorchreplayPeer
+from benchmarks.peers.torchreplay import PRIORITIZED, TorchreplayPeer
 from benchmarks.plan import Plan
 from benchmarks.workload import SMALL, Row, Rows, Workload
 from torchreplay.checking.timing import Candidate, interleave
+from torchreplay.schema.samplers import Initial
 
 MICROSECONDS = 1e6
 LANES = 50
 POOL = 64
 """Prepared rows, chunks or batches that a loop cycles through, so that it does not write the same cache lines again."""
 NOTES = {"sample 256": "stable_baselines3 draws uniformly"}
-MAX_HELD = "max_held"
+MAX_HELD: Initial = "max_held"
+WITH_REPLACEMENT = "with replacement"
 KEPT_BYTES = 128 << 20
 """Memory that the kept batches of one peer may take."""
 
@@ -37,6 +41,7 @@ def measure_rows(workload: Workload, plan: Plan) -> Iterator[Line]:
         yield from _lines(workload, prioritized, _prioritized_operations(workload, single), plan)
         if workload is SMALL:
             yield from _lines_of_starts(prioritized, plan)
+            yield from _lines_of_epochs(plan)
     finally:
         for peer in peers:
             peer.close()
@@ -51,7 +56,8 @@ def _lines(workload: Workload, peers: Sequence[P], operations: Operations[P], pl
 
 def _lines_of_starts(peers: Sequence[PrioritizedPeer], plan: Plan) -> Iterator[Line]:
     """What it costs that new items start from the largest priority that is held."""
-    held = TorchreplayPeer(SMALL, plan.capacity(SMALL.capacity), "max_held", MAX_HELD)
+    sampler = replace(PRIORITIZED, initial=MAX_HELD)
+    held = TorchreplayPeer(SMALL, plan.capacity(SMALL.capacity), sampler, MAX_HELD)
     try:
         held.fill()
         pair = [*(peer for peer in peers if peer.name == OURS), held]
@@ -60,6 +66,20 @@ def _lines_of_starts(peers: Sequence[PrioritizedPeer], plan: Plan) -> Iterator[L
         yield from _lines(SMALL, pair, {f"{name}, {MAX_HELD}": operations[name] for name in lines}, plan)
     finally:
         held.close()
+
+
+def _lines_of_epochs(plan: Plan) -> Iterator[Line]:
+    """What it costs that no item comes twice before all others have come once."""
+    capacity = plan.capacity(SMALL.capacity)
+    samplers = {OURS: tr.Uniform(replacement=False), WITH_REPLACEMENT: tr.Uniform()}
+    pair = [TorchreplayPeer(SMALL, capacity, sampler, name) for name, sampler in samplers.items()]
+    try:
+        for peer in pair:
+            peer.fill()
+        yield from _lines(SMALL, pair, {"sample 256, without replacement": lambda peer: _sample(peer, 256)}, plan)
+    finally:
+        for peer in pair:
+            peer.close()
 
 
 def _filled_peers(workload: Workload, plan: Plan) -> list[Peer]:

@@ -9,22 +9,23 @@ import torchreplay as tr
 from benchmarks.line import OURS
 from benchmarks.peers import fill_chunks
 from benchmarks.workload import Workload, td_errors
-from torchreplay.schema.samplers import Initial
+from torchreplay.schema.samplers import Sampler
+
+PRIORITIZED = tr.Prioritized(alpha=0.6, beta=0.4)
 
 
 class TorchreplayPeer:
-    """``torchreplay.ReplayBuffer`` with ``Prioritized`` and ``Rows``; it is always shared.
+    """``torchreplay.ReplayBuffer`` with ``Rows``; it is always shared.
 
     Args:
         workload: What its rows are.
         capacity: Of the buffer.
-        initial: What new items start from.
+        sampler: How it draws.
         name: Of the peer.
     """
 
-    def __init__(self, workload: Workload, capacity: int, initial: Initial = "max_seen", name: str = OURS) -> None:
+    def __init__(self, workload: Workload, capacity: int, sampler: Sampler = PRIORITIZED, name: str = OURS) -> None:
         self._workload, self._capacity, self.name = workload, capacity, name
-        sampler = tr.Prioritized(alpha=0.6, beta=0.4, initial=initial)
         self.buffer = tr.ReplayBuffer(row_spec(workload), capacity=capacity, sampler=sampler, seed=0)
         self.append, self.extend = self.writers()
         self.sample = self.buffer.sample
