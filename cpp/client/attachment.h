@@ -102,14 +102,23 @@ class Attachment {
     return memory_->header().rows;
   }
 
-  // Of draws without replacement, absorbed to now.
-  EpochState epoch() {
+  // Of draws without replacement, absorbed to now. With `begin` another epoch has begun where nothing was due in one.
+  EpochState epoch(bool begin) {
     const Unlocked others;
     SegmentLock lock(*memory_);
     lock.absorb();
     publish_limit(*memory_);
-    const Epochs epochs(*memory_);
+    Epochs epochs(*memory_);
+    if (begin && epochs.due() == 0 && memory_->tree().count() > 0) epochs.begin();
     return {epochs.ended(), epochs.due(), static_cast<uint64_t>(memory_->tree().count())};
+  }
+
+  // Nobody got the items of these keys that the epoch under way has drawn.
+  void give_back(const std::vector<int64_t>& keys) {
+    const Unlocked others;
+    const SegmentLock lock(*memory_);
+    Epochs epochs(*memory_);
+    epochs.give_back_keys(epochs.ended(), keys);
   }
 
   // A learner that waited has given up: what it needed is no longer admitted beyond the ratio. It must not wait again,

@@ -76,10 +76,9 @@ class CountedDraw {
     header_.draws.fetch_add(1, std::memory_order_relaxed);
   }
 
-  // So many of them turned out not to be drawn.
-  void shrink(uint64_t n) {
-    items_ -= n;
-    header_.sampled.fetch_sub(n, std::memory_order_relaxed);
+  // It turned out to be of another number of items.
+  void recount(uint64_t n) {
+    header_.sampled.fetch_add(n - std::exchange(items_, n), std::memory_order_relaxed);
   }
 
   void take_back() {
@@ -256,9 +255,12 @@ class BatchSampler {
     TORCHREPLAY_FAULT("draw.absorbed");
     const PriorityTree tree = memory_.tree();
     if (tree.total() == 0) counted.take_back();  // it waits, as one that begins does
-    const auto lacks_items = [&] { return (!counted && !Limiter(h).can_sample(n)) || tree.total() == 0; };
+    if (!counted && is_over(rules)) return Draw::kEpochOver;
+    const auto lacks_items = [&] {
+      return (!counted && !Limiter(h).can_sample(most_of(n, rules))) || tree.total() == 0;
+    };
     // Those it admits may write all that is missing before it sleeps.
-    while (lacks_items() && !announce_wait(n, shortage)) turn.absorb(lock);
+    while (lacks_items() && !announce_wait(most_of(n, rules), shortage)) turn.absorb(lock);
     pending_ = h.pending;
     if (lacks_items()) {
       turn.wait_for_rows();
@@ -267,9 +269,8 @@ class BatchSampler {
       return barren ? Draw::kBarren : Draw::kWait;
     }
     if (keeps_epochs_) {
-      const size_t before = items_.size();
       if (const Draw due = find_due(n, name, round, rules); due != Draw::kDone) return due;
-      if (counted && items_.size() < before) counted.shrink(before - items_.size());
+      if (counted) counted.recount(items_.size());
     } else {
       find(tree, n);
     }
@@ -384,25 +385,38 @@ class BatchSampler {
     }
   }
 
+  // Whether the last epoch has nothing left to draw. An empty buffer may still get its first items.
+  bool is_over(const EpochRules& rules) const {
+    if (rules.last == kNever || epochs_.ended() < rules.last) return false;
+    return epochs_.ended() > rules.last || (epochs_.due() == 0 && memory_.tree().count() > 0);
+  }
+
+  // How many items a draw of `n` can have.
+  int most_of(int n, const EpochRules& rules) const {
+    if (rules.last == kNever) return n;
+    const uint64_t due = epochs_.due(), there = due ? due : static_cast<uint64_t>(memory_.tree().count());
+    return there ? static_cast<int>(std::min<uint64_t>(n, there)) : n;
+  }
+
   // Draws the items of todo_ from those that are due. Where fewer are than it needs and the rules let no other epoch
   // begin, the batch becomes shorter. Then all of it is to be copied.
   Draw find_due(int n, const DrawName& name, uint32_t round, const EpochRules& rules) {
     const bool bounded = rules.last != kNever;
-    if (bounded && epochs_.ended() > rules.last) return Draw::kEpochOver;
+    const auto left = [&] { return epochs_.ended() > rules.last ? 0 : epochs_.due(); };
     if (round) give_back_failed();
     fresh_ = todo_;
-    if (epochs_.due() < fresh_.size()) {
+    if (left() < fresh_.size()) {
       const bool empty = fresh_.size() == items_.size();  // no item of it is there yet
       if (!bounded && !rules.may_begin && empty) return Draw::kEpochEnds;
-      if (bounded && empty && epochs_.due() == 0) {
-        if (epochs_.ended() == rules.last) return Draw::kEpochOver;
+      if (bounded && empty && left() == 0) {
+        if (epochs_.ended() >= rules.last) return Draw::kEpochOver;
         if (!rules.may_begin) return Draw::kEpochEnds;
         epochs_.begin();
         items_.resize(static_cast<size_t>(n));
         todo_ = fresh_ = iota(n);
         fill_random(n, name, round);
       }
-      if (bounded && epochs_.due() < fresh_.size()) shorten(epochs_.due());
+      if (bounded && left() < fresh_.size()) shorten(left());
     }
     uint64_t turn;
     philox_fill(name.seed, name.stream | uint64_t{round} << 32 | kTurns, name.step, &turn, 1);
@@ -415,7 +429,7 @@ class BatchSampler {
       from += many;
     }
     put_off_no_longer();
-    epoch_ = epochs_.ended();
+    if (!fresh_.empty()) epoch_ = epochs_.ended();
     return Draw::kDone;
   }
 

@@ -332,6 +332,8 @@ class Prefetcher {
       if (ending()) throw Interrupted{};
       futex_wait(h.rows_signal, shortage.seen, kSliceNs);
       if (ending()) throw Interrupted{};
+      const std::lock_guard guard(mutex_);
+      first();  // who waited for it may have given up
     }
   }
 

@@ -243,11 +243,22 @@ inline PyObject* wait_rows(PyObject* self, PyObject* const* args, Py_ssize_t nar
   });
 }
 
-// epoch() -> (how many epochs have ended, items that the one under way has not drawn, all items), absorbed to now.
-inline PyObject* epoch(PyObject* self, PyObject*) {
+// epoch(begin) -> (how many epochs have ended, items that the one under way has not drawn, all items), absorbed to now;
+// with `begin`, another one has begun where nothing was due.
+inline PyObject* epoch(PyObject* self, PyObject* begin) {
   return on_segment(self, [&](AttachedSegment& segment) {
-    const EpochState e = segment.epoch();
+    const EpochState e = segment.epoch(begin == Py_True);
     return checked(Py_BuildValue("KKK", e.ended, e.due, e.items));
+  });
+}
+
+// give_back(keys): nobody got those of them that the epoch under way has drawn.
+inline PyObject* give_back(PyObject* self, PyObject* keys) {
+  return on_segment(self, [&](AttachedSegment& segment) {
+    std::vector<int64_t> key;
+    read_keys(keys, key);
+    if (unissued(segment.memory(), static_cast<int64_t>(key.size()), key.data())) return;  // of another buffer
+    segment.give_back(key);
   });
 }
 

@@ -290,3 +290,59 @@ def test_a_state_of_another_kind_of_dataset_is_refused():
             of_epochs.load_state_dict(endless.state_dict())
         with pytest.raises(ValueError, match="epochs_left"):
             endless.load_state_dict(of_epochs.state_dict())
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_ratio_that_admits_the_rest_of_an_epoch_does_not_wait_for_a_whole_batch(prefetch):
+    limiter = tr.SamplesPerInsert(1.0, min_size=100, tolerance=1.0)
+    with filled(100, 1000, limiter=limiter) as buffer:
+        sizes = [len(batch["x"]) for batch in tr.ReplayDataset(buffer, 32, prefetch=prefetch, epochs=1, timeout=20)]
+        assert sizes == [32, 32, 32, 4]
+        assert buffer.stats().sampled == 100
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_loop_whose_buffer_is_emptied_ends(prefetch):
+    with filled(100) as buffer:
+        taken = 0
+        for _ in tr.ReplayDataset(buffer, 32, prefetch=prefetch, epochs=1, timeout=20):
+            taken += 1
+            if taken == 4:
+                buffer.clear()
+        assert taken == 4
+
+
+@pytest.mark.parametrize("prefetch", [0, 2, 5])
+def test_no_item_comes_twice_in_a_loop_of_one_epoch_whatever_comes_meanwhile(prefetch):
+    def write(buffer):
+        index = 300
+        while not buffer.stopped:
+            buffer.extend(x=np.arange(index, index + 5))
+            index += 5
+
+    with filled(300, 512) as buffer, Forked(write, buffer) as writer:
+        for _ in range(60):
+            items = [
+                item
+                for batch in tr.ReplayDataset(buffer, 32, prefetch=prefetch, epochs=1)
+                for item in batch["x"].tolist()
+            ]
+            assert len(items) == len(set(items))
+        buffer.stop()
+        assert writer.wait() == 0
+
+
+def test_what_was_drawn_ahead_and_is_left_out_of_a_resumed_run_is_due(tmp_path):
+    with filled(100) as buffer:
+        dataset = tr.ReplayDataset(buffer, 20, prefetch=2, epochs=1)
+        batches = iter(dataset)
+        first = next(batches)["x"].tolist()
+        state = dataset.state_dict()
+        assert [len(batch["key"]) for batch in state["drawn"]] == [20, 20]
+        buffer.save(tmp_path / "checkpoint")
+        batches.close()
+    with tr.ReplayBuffer.load(tmp_path / "checkpoint") as buffer:
+        dataset = tr.ReplayDataset(buffer, 10, epochs=1)
+        dataset.load_state_dict(state)
+        rest = [item for batch in dataset for item in batch["x"].tolist()]
+        assert sorted(first + rest) == list(range(100))

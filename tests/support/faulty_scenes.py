@@ -466,7 +466,7 @@ class Epochs(Scene):
             return process.wait()
 
     def check(self):
-        ended, due, items = self.buffer._segment.epoch()
+        ended, due, items = self.buffer._segment.epoch(False)
         assert items == self.ITEMS
         left = np.zeros(self.ITEMS, int)
         if due:

@@ -125,9 +125,15 @@ class BatchSource(ABC):
     def unissued(self, keys: NDArray[np.int64]) -> int | None:
         """Returns the index of the first of `keys` that it never issued; raises RuntimeError if it is closed."""
 
-    def epoch(self) -> tuple[int, int, int]:
-        """Returns how many epochs have ended, the items that the one under way has not drawn, and all items."""
+    def epoch(self, begin: bool = False) -> tuple[int, int, int]:
+        """Returns how many epochs have ended, the items that the one under way has not drawn, and all items.
+
+        With `begin`, another epoch has begun where nothing was left to draw of one.
+        """
         raise RuntimeError("shards keep no epochs")
+
+    def give_back(self, keys: torch.Tensor) -> None:  # noqa: B027  # nothing to do where draws are with replacement
+        """Says that nobody got the items of `keys`, as far as the epoch under way has drawn them."""
 
     @abstractmethod
     def batches(self, spec: StreamSpec) -> Batches:

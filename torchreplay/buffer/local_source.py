@@ -18,6 +18,7 @@ from torchreplay.cuda.copies import DeviceCopies
 from torchreplay.cuda.pinned_memory import CudaRegistry, PageLock
 from torchreplay.cuda.staging import Staging
 from torchreplay.schema.config import Config
+from torchreplay.schema.samplers import keeps_epochs
 from torchreplay.segment.process_hooks import open_buffers
 from torchreplay.segment.waits import SLICE_NS
 
@@ -49,9 +50,14 @@ class LocalSource(LocalSampler, BatchSource):
         """Returns the index of the first of `keys` that the buffer never issued."""
         return self.segment.unissued(keys)
 
-    def epoch(self) -> tuple[int, int, int]:
-        """Returns how many epochs have ended, the items that the one under way has not drawn, and all items."""
-        return self.segment.epoch()
+    def epoch(self, begin: bool = False) -> tuple[int, int, int]:
+        """Does what `BatchSource.epoch` says."""
+        return self.segment.epoch(begin)
+
+    def give_back(self, keys: torch.Tensor) -> None:
+        """Says that nobody got the items of `keys`, as far as the epoch under way has drawn them."""
+        if keeps_epochs(self.config.sampler):
+            self.segment.give_back(keys)
 
     def batches(self, spec: StreamSpec) -> PrefetchIterator:
         """Returns a stream of batches; a native thread draws `prefetch` of them ahead."""

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchreplay import _C
-from torchreplay.buffer.base import StreamSpec
+from torchreplay.buffer.base import EpochsOver, StreamSpec
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.errors import ReplayTimeout, Stopped
 from torchreplay.schema.batch import ReplayBatch
-from torchreplay.schema.samplers import value_of
+from torchreplay.schema.samplers import keeps_epochs, value_of
 from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait
 
 if TYPE_CHECKING:
@@ -154,7 +154,13 @@ class PrefetchIterator:
                 batch["probability"].copy_(drawn["probability"])
                 self._from = TreeSummary.of_state(drawn.get("drawn_from", found))
                 return batch
+            if len(batch["key"]):
+                self._give_back(batch["key"])
         return None
+
+    def _give_back(self, keys: torch.Tensor) -> None:
+        if keeps_epochs(self._source.config.sampler):
+            self._segment.give_back(keys)
 
     def _next_drawn(self, waiting: type[Wait]) -> ReplayBatch:
         self._from = None
@@ -176,9 +182,15 @@ class PrefetchIterator:
         """Draws as the segment does, and keeps what the batch was drawn from: other threads draw from it, too."""
         batch, told = self._segment.sample_told(n, beta, deadline, out, *self._last_epoch)
         if batch is None:
+            self._end_if_emptied(told)
             return told
         self._from = told
         return batch
+
+    def _end_if_emptied(self, shortage: Any) -> None:
+        """Ends an iteration over epochs that has begun: the items that its last epoch had not drawn are gone."""
+        if self._last_epoch and not self._is_first and shortage is not None and shortage[3] == 0:
+            raise EpochsOver
 
     def _order_and_take(self) -> ReplayBatch:
         """Does what `_next_drawn` does where there is one batch to order, in one native call."""
@@ -225,6 +237,7 @@ class PrefetchIterator:
             if wait.expired:
                 return self._last_look(ahead, result, wait)
             if result is not None:
+                self._end_if_emptied(result)
                 heard_at = time.monotonic()
                 self._source.check_shortage(result, self._batch_size, wait)
             elif time.monotonic() - heard_at >= LOG_EVERY:

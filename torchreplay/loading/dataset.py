@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -204,16 +204,21 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         if self.epochs is None:
             return super().__len__()
         here = self._here()
-        return here.resume_at + len(here.drawn) + self._next_epochs()[1] if here.length is None else here.length
+        if here.length is None:
+            return here.resume_at + len(here.drawn) + self._next_epochs(begin=False)[1]
+        return here.length
 
-    def _next_epochs(self) -> tuple[int, int]:
-        """Returns the number of the epoch with which the next iteration ends, and the batches that it draws."""
+    def _next_epochs(self, begin: bool) -> tuple[int, int]:
+        """Returns the number of the epoch with which the next iteration ends, and the batches that it draws.
+
+        With `begin` that iteration begins now: where nothing is left of one epoch, with another.
+        """
         assert self.epochs is not None
-        ended, due, items = source_of(self.buffer).epoch()
-        left = self._here().epochs_left
+        left, size = self._here().epochs_left, self.batch_size
+        ended, due, items = source_of(self.buffer).epoch(begin and left is None)
         if left is None:
-            left = self.epochs - 1 if due or not items else self.epochs
-        return ended + left, -(-due // self.batch_size) + left * -(-items // self.batch_size)
+            left, due = self.epochs - 1, due or items
+        return ended + left, -(-due // size) + left * -(-items // size)
 
     def __iter__(self) -> Iterator[ReplayBatch]:
         """Hands out batch after batch.
@@ -237,21 +242,20 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         share = self._share_of_this_worker()
         here = self._here()
         if self.epochs is not None:
-            here.length = len(self)
-            here.last_epoch = self._next_epochs()[0]
+            here.last_epoch, drawn = self._next_epochs(begin=True)
+            here.length = here.resume_at + len(here.drawn) + drawn
+        last_epoch = here.last_epoch
         position, here.resume_at, here.epochs_left = here.resume_at, 0, None
         worker = get_worker_info()
         waiting: type[Wait] = ShownWait if worker is None or worker.id == 0 else Wait  # one line for all workers
         left = None if share is None else share - position
-        spec = StreamSpec(
-            self.batch_size, left, self.prefetch, self.timeout, waiting, here.drawn, staging, here.last_epoch
-        )
+        spec = StreamSpec(self.batch_size, left, self.prefetch, self.timeout, waiting, here.drawn, staging, last_epoch)
         stream = source_of(self.buffer).batches(spec)
         try:
             for batch in stream:
                 position += 1
                 here = self._here()
-                here.position, here.stream = position, stream
+                here.position, here.stream, here.last_epoch = position, stream, last_epoch
                 yield self._on_device(batch, staging, stream)  # which nobody holds here while its user does
             if self.epochs is not None:
                 here = self._here()
@@ -326,7 +330,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         if here.epochs_left is not None or here.last_epoch is None:
             return here.epochs_left
         left = here.last_epoch - source_of(self.buffer).epoch()[0]
-        return left if left >= 0 else None  # other learners have gone on
+        return max(left, 0)  # other learners may have gone on
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues where `state_dict` was taken: the next iteration hands out what was left of that one.
@@ -362,6 +366,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         ahead = [_require_drawn(batch) for batch in state_dict["drawn"]]
         drawn = deque(batch for batch in ahead if self._is_size(len(batch["key"])))
         self.end()  # or its draws ahead would block the next ones
+        self._leave_out([batch for batch in ahead if not self._is_size(len(batch["key"]))])
         if "stream" in state_dict and get_worker_info() is not None:
             self.buffer.stream = checked_int("stream", state_dict["stream"], 0)
         self.buffer.draws = draws + len(ahead)
@@ -389,7 +394,12 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         """Leaves out what a state says was drawn ahead, where `batch_size` is another one now."""
         drawn = self._here().drawn
         if not all(self._is_size(len(batch["key"])) for batch in drawn):
+            self._leave_out(drawn)
             drawn.clear()
+
+    def _leave_out(self, drawn: Iterable[dict[str, Any]]) -> None:
+        for batch in drawn:
+            source_of(self.buffer).give_back(batch["key"])
 
     def _is_size(self, n: int) -> bool:
         """Returns whether a batch may have so many items."""
