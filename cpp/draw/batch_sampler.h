@@ -77,9 +77,7 @@ class CountedDraw {
   }
 
   // It turned out to be of another number of items.
-  void recount(uint64_t n) {
-    header_.sampled.fetch_add(n - std::exchange(items_, n), std::memory_order_relaxed);
-  }
+  void recount(uint64_t n) { header_.sampled.fetch_add(n - std::exchange(items_, n), std::memory_order_relaxed); }
 
   void take_back() {
     if (items_) uncount(header_, 1, std::exchange(items_, 0));
