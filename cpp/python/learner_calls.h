@@ -115,7 +115,8 @@ inline void read_keys(PyObject* o, std::vector<int64_t>& key) {
 
 [[noreturn]] inline void refuse(const BadKey& bad) {
   throw std::invalid_argument("key " + std::to_string(bad.key) + " at index " + std::to_string(bad.index) +
-                              " was never issued by this buffer: " + bad.expected() + "; nothing was applied");
+                              " was never issued by this buffer: " + bad.expected() + "; nothing was changed" +
+                              (bad.key == -1 ? ". Where rows_of() says -1 there is no row: leave those out" : ""));
 }
 
 // checked_keys(keys) -> them as an int64 tensor of its own memory, if update() would take them.

@@ -150,7 +150,7 @@ class ReplayBatch(dict[str, Any]):
 
 
 def keys_of(batch: dict[str, Any], source: int) -> Any:
-    """Returns the keys in a batch that TD errors are fed back for; None if it has none.
+    """Returns the keys in a batch; None if it has none.
 
     Args:
         batch: Drawn from the buffer whose identity `source` is, or of unknown origin: a plain dict, for one.
@@ -165,7 +165,7 @@ def keys_of(batch: dict[str, Any], source: int) -> Any:
             "it, dataset.update_priorities(batch, td)"
         )
     if getattr(batch, "source", None) not in (source, None):
-        raise ValueError("the batch was drawn from another buffer: feed its TD errors back to that one")
+        raise ValueError("the batch was drawn from another buffer: give it to that one")
     return batch.get("key")
 
 
