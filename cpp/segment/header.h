@@ -37,8 +37,8 @@ struct SamplerConfig {
   double alpha = 0;
   double eps = 0;
   Initial initial = Initial::kMaxSeen;
-  uint32_t epochs = 0;     // 1: every item is drawn once before any is drawn again; leaves are those of Epochs
   double initial_raw = 1;  // kNumber: that number; kMaxHeld: what counts where no item is held
+  uint32_t epochs = 0;     // 1: every item is drawn once before any is drawn again; leaves are those of Epochs
 };
 
 // Reverb's rate limiter: at least min_size items, and min_diff <= inserted * ratio - sampled <= max_diff, where what
