@@ -139,7 +139,7 @@ class Learner {
   // Drawing
 
   // Draws once, as far as the limiter admits it. Whatever ends it, a draw that gave no batch has not happened.
-  // `last_epoch` as in EpochRules.
+  // `last_epoch` as in DrawRules.
   DrawResult draw(int n, double beta, const Patience& patience, const BatchPointers& out, int threads,
                   uint64_t last_epoch = kNever) {
     const std::shared_ptr<Attachment> a = require_open();
@@ -153,7 +153,7 @@ class Learner {
       next.take();
       {
         const Unlocked others;
-        result.outcome = sampler->sample(n, beta, next.name(), out, result.shortage, patience, {.last = last_epoch});
+        result.outcome = sampler->sample(n, beta, next.name(), out, result.shortage, patience, {.last_epoch = last_epoch});
         result.count = sampler->count();
         if (sampler->pending()) reclaim_dead(a->memory());
       }

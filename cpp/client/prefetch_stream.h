@@ -24,7 +24,7 @@ class PrefetchStream {
     int count = 0;  // of its items
   };
 
-  // `last_epoch` as in EpochRules.
+  // `last_epoch` as in DrawRules.
   PrefetchStream(std::shared_ptr<Learner> learner, int batch_size, uint64_t last_epoch = kNever)
       : learner_(std::move(learner)), batch_size_(batch_size), last_epoch_(last_epoch) {}
   ~PrefetchStream() {
@@ -141,7 +141,7 @@ class PrefetchStream {
       prefetcher_ = attachment->make_prefetcher();
     }
     Order order{.n = batch_size_, .beta = beta, .name = learner_->next_, .out = {}, .threads = threads};
-    order.rules.last = last_epoch_;
+    order.rules.last_epoch = last_epoch_;
     memory.point(order.out);
     orders_.push_back({std::move(memory), order.name, beta, threads});
     try {

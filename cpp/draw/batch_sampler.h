@@ -7,10 +7,8 @@
 #include <optional>
 #include <vector>
 
-#include "absorb/drawn_items.h"
-#include "absorb/epochs.h"
+#include "draw/due_items.h"
 #include "draw/item_gather.h"
-#include "draw/strata.h"
 #include "draw/thread_pool.h"
 #include "session/segment_lock.h"
 
@@ -18,37 +16,6 @@ namespace torchreplay {
 
 // More are not drawn, found or fed back at once.
 inline constexpr int64_t kMostItems = std::numeric_limits<int>::max();
-
-// Names a draw: the same (seed, stream, step) and the same contents of the buffer give the same batch.
-struct DrawName {
-  uint64_t seed = 0;
-  uint32_t stream = 0;
-  uint64_t step = 0;
-  bool operator==(const DrawName&) const = default;
-};
-
-enum class Draw {
-  kDone,
-  kWait,       // the limiter wants more items, or none can be drawn yet
-  kBarren,     // whole turns of rows completed no item: waiting is in vain, unless they were not looked at
-  kStopped,    // the buffer was
-  kLapped,     // the ring turns faster than a batch is copied
-  kEpochEnds,  // the next epoch may not begin yet
-  kEpochOver,  // nor ever: it was the last
-};
-
-// What a waiting learner has to know.
-struct Shortage {
-  uint64_t inserted = 0, needed = 0, drawable = 0;
-  uint32_t seen = 0;  // rows_signal before the draw looked: what it sleeps on
-};
-
-// Of a draw without replacement. With a last epoch its batches end with epochs, shorter than others; else they go on
-// into the next one.
-struct EpochRules {
-  uint64_t last = kNever;  // by number
-  bool may_begin = true;   // an epoch
-};
 
 // The tree as a draw found it: the sum of all leaves, the number of positive ones and their smallest; and the exponent
 // of its weights. A mix of draws of several buffers needs all of it as of one moment.
@@ -100,7 +67,12 @@ class BatchSampler {
  public:
   // `plan`: what a batch consists of; nullptr for one of single rows. It must outlive the sampler.
   explicit BatchSampler(SegmentMemory& m, const ItemPlan* plan = nullptr)
-      : memory_(m), plan_(plan), epochs_(m), keeps_epochs_(Epochs::are_kept(m.header())), copiers_(1) {
+      : memory_(m),
+        plan_(plan),
+        drawing_(plan),
+        due_(m, drawing_),
+        keeps_epochs_(Epochs::are_kept(m.header())),
+        copiers_(1) {
     copiers_[0].emplace(m, plan);
   }
 
@@ -114,49 +86,47 @@ class BatchSampler {
   const DrawnFrom& drawn_from() const { return drawn_from_; }
 
   // Items of the last draw, and the epoch that it was of, by number.
-  int count() const { return static_cast<int>(items_.size()); }
-  uint64_t epoch() const { return epoch_; }
+  int count() const { return static_cast<int>(drawing_.items.size()); }
+  uint64_t epoch() const { return due_.epoch(); }
 
   // Copies the items anchored at `keys`, in their order, leaving out those that cannot be drawn (any more). Returns how
   // many there are. Their weights and probabilities are those of a draw; `name`: of the one whose chances they take
   // again.
   int gather(const int64_t* keys, int n, double beta, const BatchPointers& out, const DrawName* name = nullptr) {
-    chance_.clear();
-    if (name) take_chances(*name, 0, n);
+    std::vector<DrawnItem>& items = drawing_.items;
+    std::vector<int>& todo = drawing_.todo;
+    drawing_.take_no_chances();
+    if (name) drawing_.take_chances(*name, 0, n);
     find_keys(keys, n);
     for (;;) {
-      const int count = static_cast<int>(items_.size());
-      todo_.resize(count);
-      for (int i = 0; i < count; i++) todo_[i] = i;
+      todo = numbers_below(items.size());
       TORCHREPLAY_FAULT("gather.found");
       RewriteWatch watch(memory_.header());
       copy(out);
       copy_rewritten(watch, out, {});
-      if (todo_.empty()) break;
+      if (todo.empty()) break;
       size_t kept = 0, failed = 0;
-      for (size_t i = 0; i < items_.size(); i++)
-        if (failed < todo_.size() && todo_[failed] == static_cast<int>(i))
+      for (size_t i = 0; i < items.size(); i++)
+        if (failed < todo.size() && todo[failed] == static_cast<int>(i))
           failed++;
         else
-          items_[kept++] = items_[i];
-      items_.resize(kept);
+          items[kept++] = items[i];
+      items.resize(kept);
     }
     drawn_from_.beta = beta;
-    finish(static_cast<int>(items_.size()), beta, out);
-    return static_cast<int>(items_.size());
+    finish(count(), beta, out);
+    return count();
   }
 
   // Draws `n` items, stratified; with replacement, unless the segment keeps epochs. O(n (log capacity + bytes of an
   // item)), and O(capacity) when an epoch begins. Throws what a wait for the mutex throws. A draw that throws, or ends
   // otherwise, is not counted, and its items stay due.
   Draw sample(int n, double beta, const DrawName& name, const BatchPointers& out, Shortage& shortage,
-              const Patience& patience = {}, const EpochRules& rules = {}) {
+              const Patience& patience = {}, const DrawRules& rules = {}) {
     LearnerTurn turn(memory_);
     CountedDraw counted(memory_.header());
     TakenItems taken(*this);
-    items_.resize(n);
-    todo_.resize(n);
-    for (int i = 0; i < n; i++) todo_[i] = i;
+    drawing_.begin(static_cast<size_t>(n));
     RewriteWatch watch(memory_.header());
     for (uint32_t round = 0; round < kRounds; round++) {
       const Draw outcome = draw(n, name, round, shortage, patience, turn, counted, rules);
@@ -166,14 +136,14 @@ class BatchSampler {
       copy(out);
       TORCHREPLAY_FAULT("draw.copied");
       copy_rewritten(watch, out, patience);
-      if (todo_.empty()) {
+      if (drawing_.todo.empty()) {
         drawn_from_.beta = beta;
         finish(count(), beta, out);
         counted.keep();
         taken.keep();
         return Draw::kDone;
       }
-      memory_.header().redraws.fetch_add(todo_.size(), std::memory_order_relaxed);
+      memory_.header().redraws.fetch_add(drawing_.todo.size(), std::memory_order_relaxed);
       TORCHREPLAY_FAULT("draw.failed");
     }
     return Draw::kLapped;
@@ -233,16 +203,11 @@ class BatchSampler {
   static constexpr uint32_t kRounds = 64;
   // Takes no chance: nothing is relabelled.
   static constexpr uint64_t kNoChance = std::numeric_limits<uint64_t>::max();
-  // Marks the stream of random words that items use for themselves.
-  static constexpr uint64_t kChances = uint64_t{1} << 47;  // rounds lie below
-  // Marks the one that turns the strata of a draw without replacement.
-  static constexpr uint64_t kTurns = uint64_t{1} << 46;
 
-  // Draws the items of todo_. Round 0 is the draw itself; later rounds redraw in the same strata.
+  // Draws the items that are still to be drawn. Round 0 is the draw itself; later rounds redraw in the same strata.
   Draw draw(int n, const DrawName& name, uint32_t round, Shortage& shortage, const Patience& patience,
-            LearnerTurn& turn, CountedDraw& counted, const EpochRules& rules) {
-    const int count = static_cast<int>(todo_.size());
-    fill_random(count, name, round);
+            LearnerTurn& turn, CountedDraw& counted, const DrawRules& rules) {
+    drawing_.fill_random(name, round);
     Header& h = memory_.header();
     shortage.seen = h.rows_signal.load(std::memory_order_acquire);
     SegmentLock lock(memory_, patience);
@@ -253,12 +218,12 @@ class BatchSampler {
     TORCHREPLAY_FAULT("draw.absorbed");
     const PriorityTree tree = memory_.tree();
     if (tree.total() == 0) counted.take_back();  // it waits, as one that begins does
-    if (!counted && is_over(rules)) return Draw::kEpochOver;
+    if (!counted && due_.is_over(rules)) return Draw::kEpochOver;
     const auto lacks_items = [&] {
-      return (!counted && !Limiter(h).can_sample(most_of(n, rules))) || tree.total() == 0;
+      return (!counted && !Limiter(h).can_sample(due_.most_of(n, rules))) || tree.total() == 0;
     };
     // Those it admits may write all that is missing before it sleeps.
-    while (lacks_items() && !announce_wait(most_of(n, rules), shortage)) turn.absorb(lock);
+    while (lacks_items() && !announce_wait(due_.most_of(n, rules), shortage)) turn.absorb(lock);
     pending_ = h.pending;
     if (lacks_items()) {
       turn.wait_for_rows();
@@ -267,24 +232,18 @@ class BatchSampler {
       return barren ? Draw::kBarren : Draw::kWait;
     }
     if (keeps_epochs_) {
-      if (const Draw due = find_due(n, name, round, rules); due != Draw::kDone) return due;
-      if (counted) counted.recount(items_.size());
+      if (const Draw due = due_.find(n, name, round, rules); due != Draw::kDone) return due;
+      if (counted) counted.recount(drawing_.items.size());
     } else {
       find(tree, n);
     }
     if (!round) note_tree(tree);
     if (!counted) {
-      counted.count(static_cast<int>(items_.size()));
+      counted.count(count());
       h.demand = 0;  // another learner that still waits will say so again
     }
     publish_limit(memory_);
     return Draw::kDone;
-  }
-
-  void fill_random(int count, const DrawName& name, uint32_t round) {
-    random_.resize(count);
-    philox_fill(name.seed, name.stream | uint64_t{round} << 32, name.step, random_.data(), count);
-    take_chances(name, round, count);
   }
 
   // Shows writers what a draw of `n` waits for, and which ticket wakes it. False: that one was taken meanwhile, and its
@@ -319,33 +278,26 @@ class BatchSampler {
     return keeps_epochs_ ? static_cast<uint64_t>(tree.count()) : tree.total();
   }
 
-  // Random words for `count` items' own use, where they have one.
-  void take_chances(const DrawName& name, uint32_t round, int count) {
-    if (!plan_ || !plan_->takes_chances()) return;
-    chance_.resize(count);
-    philox_fill(name.seed, name.stream | uint64_t{round} << 32 | kChances, name.step, chance_.data(), count);
-  }
-
   // A row that changed under a draw makes its item undrawable here, so that the redraw cannot fail on it again. So does
   // an item whose rows do not lead to each other, although none has changed: they say something wrong about their
   // steps.
   void resync_failed() {
     const uint64_t head = memory_.header().head.load(std::memory_order_acquire);
     Absorber absorber(memory_);
-    for (int i : todo_) absorber.resync(items_[i].slot, head);
+    for (int i : drawing_.todo) absorber.resync(drawing_.items[i].slot, head);
     for (const auto& part : parts_)
       for (uint64_t slot : part.touched) absorber.resync(slot, head);
     if (!plan_) return;
     ItemGather look(memory_, *plan_);
-    for (int i : todo_) {
-      const DrawnItem& item = items_[i];
+    for (int i : drawing_.todo) {
+      const DrawnItem& item = drawing_.items[i];
       const bool stays = memory_.at(item.slot) == item.key1 && memory_.tree().leaf(static_cast<int64_t>(item.slot)) > 0;
       if (stays && !look.is_whole(item)) absorber.give_up(item.slot);
     }
   }
 
   void find_keys(const int64_t* keys, int n) {
-    items_.clear();
+    drawing_.items.clear();
     const Header& h = memory_.header();
     SegmentLock lock(memory_);
     lock.absorb();
@@ -359,201 +311,71 @@ class BatchSampler {
       const uint64_t slot = memory_.slot_of(key);
       const float leaf = tree.leaf(static_cast<int64_t>(slot));
       if (memory_.at(slot) != key + 1 || !(leaf > 0)) continue;
-      items_.push_back({slot, key + 1, mass_of(tree, leaf), total_of(tree), min_mass, tree.count(),
-                        chance_.empty() ? kNoChance : chance_[i]});
+      drawing_.items.push_back({slot, key + 1, mass_of(tree, leaf), total_of(tree), min_mass, tree.count(),
+                        drawing_.chance(static_cast<size_t>(i), kNoChance)});
     }
   }
 
+  // With replacement: one item of each stratum.
   void find(const PriorityTree& tree, int n) {
-    const int count = static_cast<int>(todo_.size());
+    const size_t count = drawing_.todo.size();
     const uint64_t total = tree.total();
-    target_.resize(count);
-    index_.resize(count);
-    leaf_.resize(count);
+    drawing_.target.resize(count);
     const Strata strata(total, static_cast<uint64_t>(n));
-    for (int k = 0; k < count; k++) target_[k] = strata.target(static_cast<uint64_t>(todo_[k]), random_[k]);
-    tree.find(target_.data(), count, index_.data(), leaf_.data(), &memory_.at(0));
+    for (size_t k = 0; k < count; k++)
+      drawing_.target[k] = strata.target(static_cast<uint64_t>(drawing_.todo[k]), drawing_.random[k]);
+    drawing_.find(tree, &memory_.at(0));
     const uint64_t min_mass = tree.quantize(tree.min());
     DrawnItems drawn(memory_);
-    for (int k = 0; k < count; k++) {
-      const auto slot = static_cast<uint64_t>(index_[k]);
+    for (size_t k = 0; k < count; k++) {
+      const auto slot = static_cast<uint64_t>(drawing_.index[k]);
       drawn.mark(slot);
-      items_[todo_[k]] = {slot,     memory_.at(slot), tree.quantize(leaf_[k]),         total,
-                          min_mass, tree.count(),     chance_.empty() ? 0 : chance_[k]};
+      drawing_.items[drawing_.todo[k]] = {slot,  memory_.at(slot), tree.quantize(drawing_.leaf[k]),
+                                          total, min_mass,         tree.count(),
+                                          drawing_.chance(k)};
     }
-  }
-
-  // Whether the last epoch has nothing left to draw. An empty buffer may still get its first items.
-  bool is_over(const EpochRules& rules) const {
-    if (rules.last == kNever || epochs_.ended() < rules.last) return false;
-    return epochs_.ended() > rules.last || (epochs_.due() == 0 && memory_.tree().count() > 0);
-  }
-
-  // How many items a draw of `n` can have.
-  int most_of(int n, const EpochRules& rules) const {
-    if (rules.last == kNever) return n;
-    const uint64_t due = epochs_.due(), there = due ? due : static_cast<uint64_t>(memory_.tree().count());
-    return there ? static_cast<int>(std::min<uint64_t>(n, there)) : n;
-  }
-
-  // Draws the items of todo_ from those that are due. Where fewer are than it needs and the rules let no other epoch
-  // begin, the batch becomes shorter. Then all of it is to be copied.
-  Draw find_due(int n, const DrawName& name, uint32_t round, const EpochRules& rules) {
-    const bool bounded = rules.last != kNever;
-    const auto left = [&] { return epochs_.ended() > rules.last ? 0 : epochs_.due(); };
-    if (round) give_back_failed();
-    fresh_ = todo_;
-    if (left() < fresh_.size()) {
-      const bool empty = fresh_.size() == items_.size();  // no item of it is there yet
-      if (!bounded && !rules.may_begin && empty) return Draw::kEpochEnds;
-      if (bounded && empty && left() == 0) {
-        if (epochs_.ended() >= rules.last) return Draw::kEpochOver;
-        if (!rules.may_begin) return Draw::kEpochEnds;
-        epochs_.begin();
-        items_.resize(static_cast<size_t>(n));
-        todo_ = fresh_ = iota(n);
-        fill_random(n, name, round);
-      }
-      if (bounded && left() < fresh_.size()) shorten(left());
-    }
-    uint64_t turn;
-    philox_fill(name.seed, name.stream | uint64_t{round} << 32 | kTurns, name.step, &turn, 1);
-    early_.clear();
-    for (size_t from = 0; from < fresh_.size();) {
-      if (epochs_.due() == 0 && early_.empty()) begin_within(from);
-      if (epochs_.due() == 0) put_off_no_longer();
-      const size_t many = std::min(fresh_.size() - from, static_cast<size_t>(epochs_.due()));
-      take_due(from, many, turn);
-      from += many;
-    }
-    put_off_no_longer();
-    if (!fresh_.empty()) epoch_ = epochs_.ended();
-    return Draw::kDone;
-  }
-
-  static std::vector<int> iota(int n) {
-    std::vector<int> all(static_cast<size_t>(n));
-    for (int i = 0; i < n; i++) all[static_cast<size_t>(i)] = i;
-    return all;
-  }
-
-  // Only so many of fresh_ can be drawn: the others leave the batch.
-  void shorten(uint64_t most) {
-    if (fresh_.size() == items_.size()) {
-      items_.resize(most);
-      todo_ = fresh_ = iota(static_cast<int>(most));
-      return;
-    }
-    size_t kept = 0, next = 0;
-    std::vector<int> drawn;
-    for (size_t i = 0; i < items_.size(); i++) {
-      const bool failed = next < fresh_.size() && fresh_[next] == static_cast<int>(i);
-      if (failed && next++ >= most) continue;
-      if (failed) drawn.push_back(static_cast<int>(kept));
-      items_[kept++] = items_[i];
-    }
-    items_.resize(kept);
-    fresh_ = std::move(drawn);
-    todo_ = iota(static_cast<int>(kept));
-  }
-
-  // Begins an epoch for a batch that the one before has not filled: its items come again only after all others.
-  void begin_within(size_t drawn) {
-    epochs_.begin();
-    early_.clear();
-    size_t next = 0;
-    for (size_t i = 0; i < items_.size(); i++) {
-      const bool fresh = next < fresh_.size() && fresh_[next] == static_cast<int>(i);
-      if (fresh && next++ >= drawn) continue;
-      const DrawnItem& item = items_[i];
-      const auto slot = static_cast<int64_t>(item.slot);
-      if (memory_.at(item.slot) == item.key1 && memory_.tree().leaf(slot) > 0) early_.push_back(slot);
-    }
-    std::ranges::sort(early_);
-    early_.erase(std::ranges::unique(early_).begin(), early_.end());
-    epochs_.take(early_.data(), static_cast<int>(early_.size()));
-  }
-
-  void put_off_no_longer() {
-    epochs_.give_back(early_.data(), static_cast<int>(early_.size()));
-    early_.clear();
-  }
-
-  // Draws `many` distinct due items for fresh_, from its place `from` on: one of each stratum of their ranks. The
-  // strata are turned by `turn`, so that every due item is as likely as any other.
-  void take_due(size_t from, size_t many, uint64_t turn) {
-    __extension__ using Wide = unsigned __int128;
-    const PriorityTree tree = memory_.tree();
-    const uint64_t due = epochs_.due(), first = static_cast<uint64_t>(Wide{turn} * due >> 64);
-    const Strata strata(due, many);
-    target_.resize(many);
-    index_.resize(many);
-    leaf_.resize(many);
-    for (size_t k = 0; k < many; k++) {
-      const uint64_t rank = first + strata.target(k, random_[from + k]);
-      target_[k] = epochs_.target(rank < due ? rank : rank - due);
-    }
-    tree.find(target_.data(), static_cast<int>(many), index_.data(), leaf_.data(), &memory_.at(0));
-    const auto items = static_cast<uint64_t>(tree.count());
-    DrawnItems drawn(memory_);
-    for (size_t k = 0; k < many; k++) {
-      const auto slot = static_cast<uint64_t>(index_[k]);
-      drawn.mark(slot);
-      items_[fresh_[from + k]] = {
-          slot, memory_.at(slot), 1, items, 1, tree.count(), chance_.empty() ? 0 : chance_[from + k]};
-    }
-    epochs_.take(index_.data(), static_cast<int>(many));
-  }
-
-  static int64_t key_of(const DrawnItem& item) { return static_cast<int64_t>(item.key1) - 1; }
-
-  // The items of todo_ could not be copied. Those that are there still are due.
-  void give_back_failed() {
-    std::vector<int64_t> keys(todo_.size());
-    std::ranges::transform(todo_, keys.begin(), [&](int i) { return key_of(items_[i]); });
-    epochs_.give_back_keys(epoch_, keys);
   }
 
   // All items are due again, unless the lock is another's, who may be stopped: then in the next epoch.
   void give_back() {
-    std::vector<int64_t> keys(items_.size());
-    std::ranges::transform(items_, keys.begin(), key_of);
+    std::vector<int64_t> keys(drawing_.items.size());
+    std::ranges::transform(drawing_.items, keys.begin(), &DrawnItem::key);
     const Undisturbed here;
     try {
       const SegmentLock lock(memory_, {.deadline = 0});
-      epochs_.give_back_keys(epoch_, keys);
+      due_.give_back(keys);
     } catch (...) {
     }
   }
 
-  // Copies the items of todo_, and leaves in it those that were not what was drawn.
+  // Copies the items of drawing_.todo, and leaves there those that were not what was drawn.
   void copy(const BatchPointers& out) {
-    const int count = static_cast<int>(todo_.size());
+    const int count = static_cast<int>(drawing_.todo.size());
     const int parts = parts_of(count, out.bytes);
     const int threads = std::min(threads_, parts);
     parts_.resize(static_cast<size_t>(parts));
     copiers_.resize(std::max(copiers_.size(), static_cast<size_t>(threads)));
     for (int p = 0; p < parts; p++)
-      parts_[p].todo.assign(todo_.begin() + count * int64_t{p} / parts,
-                            todo_.begin() + count * (int64_t{p} + 1) / parts);
+      parts_[p].todo.assign(drawing_.todo.begin() + count * int64_t{p} / parts,
+                            drawing_.todo.begin() + count * (int64_t{p} + 1) / parts);
     ThreadPool::instance().run(threads, parts, [&](int worker, int p) {
       auto& copier = copiers_[worker];
       if (!copier) copier.emplace(memory_, plan_);
-      copier->copy(items_, parts_[p], out);
+      copier->copy(drawing_.items, parts_[p], out);
     });
-    todo_.clear();
-    for (const Part& part : parts_) todo_.insert(todo_.end(), part.todo.begin(), part.todo.end());
+    drawing_.todo.clear();
+    for (const Part& part : parts_) drawing_.todo.insert(drawing_.todo.end(), part.todo.begin(), part.todo.end());
   }
 
   // If rows were rewritten since `watch` looked, copies again the items that hold some of them, or that failed. Nobody
   // rewrites under the lock, so all that was copied is of one moment: a row in two items is the same in both.
   void copy_rewritten(RewriteWatch& watch, const BatchPointers& out, const Patience& patience) {
-    if (!watch.any() || (todo_.empty() && touched(watch).empty())) return;
+    if (!watch.any() || (drawing_.todo.empty() && touched(watch).empty())) return;
     TORCHREPLAY_FAULT("draw.rewritten");
     const SegmentLock lock(memory_, patience);
     const std::vector<int> again = touched(watch);
-    todo_.insert(todo_.end(), again.begin(), again.end());
-    std::ranges::sort(todo_);
+    drawing_.todo.insert(drawing_.todo.end(), again.begin(), again.end());
+    std::ranges::sort(drawing_.todo);
     copy(out);
     watch = RewriteWatch(memory_.header());
     TORCHREPLAY_FAULT("draw.copied_again");
@@ -563,12 +385,12 @@ class BatchSampler {
   std::vector<int> touched(const RewriteWatch& watch) {
     std::vector<int> copied;
     size_t failed = 0;
-    for (int i = 0; i < static_cast<int>(items_.size()); i++)
-      if (failed < todo_.size() && todo_[failed] == i)
+    for (int i = 0; i < static_cast<int>(drawing_.items.size()); i++)
+      if (failed < drawing_.todo.size() && drawing_.todo[failed] == i)
         failed++;
       else
         copied.push_back(i);
-    if (auto& copier = copiers_[0]) copier->keep_touched(items_, copied, watch);  // the first is there from the start
+    if (auto& copier = copiers_[0]) copier->keep_touched(drawing_.items, copied, watch);  // the first is there from the start
     return copied;
   }
 
@@ -580,17 +402,17 @@ class BatchSampler {
   // P(i) = p_i / sum and w_i = (N P(i))^-beta, normalised by the maximum over the buffer or the batch
   // (Schaul et al. 2016, equation 1 and section 3.4). N and sum cancel in a normalised weight.
   void finish(int n, double beta, const BatchPointers& out) const {
-    for (int i = 0; i < n; i++) out.keys[i] = static_cast<int64_t>(items_[i].key1) - 1;
+    for (int i = 0; i < n; i++) out.keys[i] = drawing_.items[i].key();
     const Normalize normalize = memory_.header().sampler.normalize;
     double smallest = 1;  // probability of the batch
     for (int i = 0; i < n; i++) {
-      const DrawnItem& item = items_[i];
+      const DrawnItem& item = drawing_.items[i];
       const double p = static_cast<double>(item.mass) / static_cast<double>(item.total);
       smallest = std::min(smallest, p);
       out.probability[i] = static_cast<float>(p);
     }
     for (int i = 0; i < n; i++) {
-      const DrawnItem& item = items_[i];
+      const DrawnItem& item = drawing_.items[i];
       const auto mass = static_cast<double>(item.mass), total = static_cast<double>(item.total);
       const double base = normalize == Normalize::kBuffer  ? static_cast<double>(item.min_mass) / mass
                           : normalize == Normalize::kBatch ? smallest * total / mass
@@ -602,21 +424,14 @@ class BatchSampler {
 
   SegmentMemory& memory_;
   const ItemPlan* plan_;
-  Epochs epochs_;
+  Drawing drawing_;
+  DueItems due_;
   bool keeps_epochs_;
-  uint64_t epoch_ = 0;
-  std::vector<int> fresh_;      // items that find_due() draws
-  std::vector<int64_t> early_;  // slots of those of the epoch that ended in it
   int threads_ = 1;
   std::vector<std::optional<Copier>> copiers_;  // of each thread
   std::vector<Part> parts_;
   uint64_t pending_ = 0;
   DrawnFrom drawn_from_;
-  std::vector<DrawnItem> items_;
-  std::vector<int> todo_;
-  std::vector<uint64_t> random_, target_, chance_;
-  std::vector<int64_t> index_;
-  std::vector<float> leaf_;
 };
 
 }  // namespace torchreplay

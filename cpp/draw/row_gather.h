@@ -14,6 +14,8 @@ struct DrawnItem {
   uint64_t mass, total, min_mass;
   int64_t drawable;
   uint64_t chance;  // a random word of the item's own
+
+  int64_t key() const { return static_cast<int64_t>(key1) - 1; }
 };
 
 // Where a batch goes: `values[o]` receives n values of output o, one after the other.

@@ -20,7 +20,7 @@ struct Order {
   DrawName name;
   BatchPointers out;
   int threads = 1;  // that may share the copies
-  EpochRules rules = {};
+  DrawRules rules = {};
   uint64_t epoch = 0;                  // once it is drawn, and then `n` is the number of its items
   uint64_t updated = 0, fed_back = 0;  // TD errors applied before: all others, and those handed over here
   DrawnFrom drawn_from = {};           // once it is drawn

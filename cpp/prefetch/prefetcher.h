@@ -248,7 +248,7 @@ class Prefetcher {
   // The mutex is held. The next to draw, which may begin an epoch only when the caller waits for it.
   Order& first() {
     Order& order = queue_.first();
-    order.rules.may_begin = wanted_ && !queue_.finished();
+    order.rules.may_begin_epoch = wanted_ && !queue_.finished();
     return order;
   }
 

@@ -73,7 +73,7 @@ PyObject* sample_and(const char* name, PyObject* self, PyObject* const* args, Py
 }
 
 // sample(n, beta, deadline, out, [last_epoch]) -> batch, which is `out` unless that is None, or what explain() says.
-// `last_epoch` as in EpochRules.
+// `last_epoch` as in DrawRules.
 inline PyObject* sample(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return sample_and("sample", self, args, nargs, [](PyObject* batch, const DrawResult& result) {
     return batch ? batch : explain(result.outcome, result.shortage);

@@ -78,7 +78,7 @@ struct PrefetcherObject {
 
 namespace prefetcher {
 
-// Prefetcher(segment, n, [last_epoch]): the latter as in EpochRules.
+// Prefetcher(segment, n, [last_epoch]): the latter as in DrawRules.
 inline int init(PyObject* self, PyObject* args, PyObject*) {
   return as_status(guarded([&] {
     PyObject* segment;

@@ -26,7 +26,7 @@ std::unique_ptr<SegmentMemory> filled() {
 }
 
 // Draws three batches, the last of which takes some of the next epoch.
-void draw(SegmentMemory& m, std::array<int, kItems>& got, uint64_t step, int batches, const EpochRules& rules = {}) {
+void draw(SegmentMemory& m, std::array<int, kItems>& got, uint64_t step, int batches, const DrawRules& rules = {}) {
   BatchSampler sampler(m);
   for (int i = 0; i < batches; i++) {
     std::array<int64_t, kDrawn> keys{}, values{};
@@ -60,7 +60,7 @@ BOOST_AUTO_TEST_CASE(who_dies_in_a_draw_without_replacement_makes_no_item_come_t
         BOOST_REQUIRE(epochs.ended() <= 1);
         std::array<int, kItems> left{};
         const auto due = static_cast<int>(epochs.due());
-        draw(*m, left, 100, 10, {.last = epochs.ended()});
+        draw(*m, left, 100, 10, {.last_epoch = epochs.ended()});
         int lost = 0;
         for (size_t i = 0; i < kItems; i++) {
           const int owed = static_cast<int>(epochs.ended()) + 1 - left[i] - (*got)[i];
@@ -73,7 +73,7 @@ BOOST_AUTO_TEST_CASE(who_dies_in_a_draw_without_replacement_makes_no_item_come_t
         BOOST_REQUIRE(lost <= 2 * kDrawn);
         if (!died) BOOST_REQUIRE_EQUAL(lost, 0);
         std::array<int, kItems> whole{};
-        draw(*m, whole, 200, 10, {.last = epochs.ended() + 1});
+        draw(*m, whole, 200, 10, {.last_epoch = epochs.ended() + 1});
         for (const int n : whole) BOOST_REQUIRE_EQUAL(n, 1);
         deaths += died;
         if (!died) break;

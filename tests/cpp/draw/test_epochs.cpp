@@ -32,7 +32,7 @@ class Drawer {
   explicit Drawer(SegmentMemory& m, uint64_t seed = 7) : sampler_(m), seed_(seed) {}
 
   // Keys, whose rows have the same values; sets `outcome`.
-  std::vector<int64_t> draw(int n, const EpochRules& rules = {}) {
+  std::vector<int64_t> draw(int n, const DrawRules& rules = {}) {
     std::vector<int64_t> keys(static_cast<size_t>(n)), values(keys.size());
     std::vector<float> weight(keys.size()), probability(keys.size());
     Shortage shortage;
@@ -88,7 +88,7 @@ BOOST_AUTO_TEST_CASE(each_item_is_as_likely_as_any_other_at_each_place_of_an_epo
     auto m = filled(kItems);
     Drawer drawer(*m, static_cast<uint64_t>(seed));
     for (auto& of : times)
-      for (const int64_t key : drawer.draw(3, {.last = 0})) of[static_cast<size_t>(key)]++;
+      for (const int64_t key : drawer.draw(3, {.last_epoch = 0})) of[static_cast<size_t>(key)]++;
   }
   for (size_t batch = 0; batch < 3; batch++) {
     const double p = (batch < 2 ? 3.0 : 1.0) / kItems, sigma = std::sqrt(kDraws * p * (1 - p));
@@ -101,7 +101,7 @@ BOOST_AUTO_TEST_CASE(an_item_that_comes_is_drawn_in_the_epoch_under_way) {
   Drawer drawer(*m);
   std::map<int64_t, int> drawn;
   const auto draw = [&](int n) {
-    for (const int64_t key : drawer.draw(n, {.last = 0})) drawn[key]++;
+    for (const int64_t key : drawer.draw(n, {.last_epoch = 0})) drawn[key]++;
   };
   draw(15);
   for (uint64_t i = 20; i < 30; i++) append_row(*m, 1, i);
@@ -119,11 +119,11 @@ BOOST_AUTO_TEST_CASE(an_item_that_comes_is_drawn_in_the_epoch_under_way) {
 BOOST_AUTO_TEST_CASE(rows_that_take_the_place_of_others_are_due_and_those_are_not) {
   auto m = filled(10);
   Drawer drawer(*m);
-  BOOST_TEST(drawer.draw(8, {.last = 0}).size() == 8U);
+  BOOST_TEST(drawer.draw(8, {.last_epoch = 0}).size() == 8U);
   for (uint64_t i = 10; i < 15; i++) append_row(*m, 1, i);
   std::vector<int64_t> left;
   for (;;) {
-    const std::vector<int64_t> keys = drawer.draw(4, {.last = 0});
+    const std::vector<int64_t> keys = drawer.draw(4, {.last_epoch = 0});
     if (drawer.outcome != Draw::kDone) break;
     left.insert(left.end(), keys.begin(), keys.end());
   }
@@ -137,7 +137,7 @@ BOOST_AUTO_TEST_CASE(with_a_last_epoch_batches_end_with_epochs_and_then_there_is
   Drawer drawer(*m);
   std::vector<size_t> sizes;
   for (;;) {
-    sizes.push_back(drawer.draw(4, {.last = 1}).size());
+    sizes.push_back(drawer.draw(4, {.last_epoch = 1}).size());
     if (drawer.outcome != Draw::kDone) break;
   }
   BOOST_TEST(sizes == (std::vector<size_t>{4, 4, 2, 4, 4, 2, 0}));
@@ -146,19 +146,19 @@ BOOST_AUTO_TEST_CASE(with_a_last_epoch_batches_end_with_epochs_and_then_there_is
   BOOST_TEST(h.draws.load() == 6U);
   BOOST_TEST(h.sampled.load() == 20U);
   BOOST_TEST(drawer.draw(4).size() == 4U);  // others go on
-  BOOST_TEST(drawer.draw(4, {.last = 1}).empty());
+  BOOST_TEST(drawer.draw(4, {.last_epoch = 1}).empty());
 }
 
 BOOST_AUTO_TEST_CASE(a_draw_that_may_begin_no_epoch_takes_what_is_due_and_changes_nothing_else) {
   auto m = filled(10);
   Drawer drawer(*m);
-  BOOST_TEST(drawer.draw(8, {.may_begin = false}).size() == 8U);
+  BOOST_TEST(drawer.draw(8, {.may_begin_epoch = false}).size() == 8U);
   for (const uint64_t last : {kNever, uint64_t{1}}) {
-    BOOST_TEST(drawer.draw(last == kNever ? 4 : 2, {.last = last, .may_begin = false}).size() ==
+    BOOST_TEST(drawer.draw(last == kNever ? 4 : 2, {.last_epoch = last, .may_begin_epoch = false}).size() ==
                (last == kNever ? 0U : 2U));
     if (last == kNever) BOOST_TEST((drawer.outcome == Draw::kEpochEnds));
   }
-  BOOST_TEST(drawer.draw(4, {.last = 1, .may_begin = false}).empty());
+  BOOST_TEST(drawer.draw(4, {.last_epoch = 1, .may_begin_epoch = false}).empty());
   BOOST_TEST((drawer.outcome == Draw::kEpochEnds));
   BOOST_TEST(Epochs(*m).ended() == 0U);
   BOOST_TEST(m->header().draws.load() == 2U);
@@ -178,7 +178,7 @@ BOOST_AUTO_TEST_CASE(what_a_draw_has_taken_that_does_not_come_to_its_end_is_due)
   Drawer drawer(*m);
   std::vector<int64_t> keys;
   for (int i = 0; i < 5; i++)
-    for (const int64_t key : drawer.draw(2, {.last = 0})) keys.push_back(key);
+    for (const int64_t key : drawer.draw(2, {.last_epoch = 0})) keys.push_back(key);
   std::ranges::sort(keys);
   BOOST_TEST(keys == (std::vector<int64_t>{5, 6, 7, 8, 9}));
 }

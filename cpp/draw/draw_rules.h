@@ -1,0 +1,34 @@
+// What a draw may do, and how it can end.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "segment/header.h"
+
+namespace torchreplay {
+
+enum class Draw {
+  kDone,
+  kWait,       // the limiter wants more items, or none can be drawn yet
+  kBarren,     // whole turns of rows completed no item: waiting is in vain, unless they were not looked at
+  kStopped,    // the buffer was
+  kLapped,     // the ring turns faster than a batch is copied
+  kEpochEnds,  // the next epoch may not begin yet
+  kEpochOver,  // nor ever: it was the last
+};
+
+// What a waiting learner has to know.
+struct Shortage {
+  uint64_t inserted = 0, needed = 0, drawable = 0;
+  uint32_t seen = 0;  // rows_signal before the draw looked: what it sleeps on
+};
+
+// Of a draw without replacement. With a last epoch its batches end with epochs, shorter than others; else they go on
+// into the next one.
+struct DrawRules {
+  uint64_t last_epoch = kNever;  // by number
+  bool may_begin_epoch = true;
+};
+
+}  // namespace torchreplay
