@@ -33,7 +33,7 @@ from torchreplay.errors import (
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.hindsight import Hindsight
 from torchreplay.schema.limiters import MinSize, SamplesPerInsert
-from torchreplay.schema.samplers import LinearSchedule, Prioritized, Uniform
+from torchreplay.schema.samplers import Fifo, LinearSchedule, Prioritized, Uniform
 from torchreplay.schema.sequence_priority import sequence_priority
 from torchreplay.schema.spaces import spec_from_env, spec_from_space
 from torchreplay.schema.spec import Field, Spec
@@ -64,6 +64,7 @@ __all__ = [
     "CheckReport",
     "CheckpointError",
     "Field",
+    "Fifo",
     "FlatEpisodes",
     "Footprint",
     "Handle",

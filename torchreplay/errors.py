@@ -39,6 +39,8 @@ class WouldBlockForever(RuntimeError):
         torchreplay.errors.WouldBlockForever: sample() would wait for ever: 0 items were inserted, 1 are needed ...
     """
 
+    no_writer = False  # is left: the items that are there are the last
+
 
 class AttachError(RuntimeError, ConnectionError):
     """A handle cannot be attached: its owner is gone, on another machine, of another user, or another version.

@@ -1,6 +1,8 @@
 // Turning written rows into drawable items. Everything here runs under the segment's mutex.
 #pragma once
 
+#include "absorb/claims.h"
+#include "absorb/dirty_scope.h"
 #include "absorb/drawn_items.h"
 #include "absorb/leaf_changes.h"
 #include "absorb/pending_set.h"
@@ -9,40 +11,20 @@
 
 namespace torchreplay {
 
-// Marks that derived state is being changed, so that the next owner after a death knows what to rebuild.
-class DirtyScope {
- public:
-  DirtyScope(Header& h, Dirty what) : header_(h), exceptions_(std::uncaught_exceptions()) {
-    h.dirty = what;
-    kill_fence();
-    TORCHREPLAY_FAULT("dirty.set");
-  }
-  ~DirtyScope() {
-    if (std::uncaught_exceptions() > exceptions_) return;  // left half done: the next owner of the lock repairs it
-    TORCHREPLAY_FAULT("dirty.over");
-    kill_fence();
-    header_.dirty = Dirty::kClean;
-    TORCHREPLAY_FAULT("dirty.clean");
-  }
-  DirtyScope(const DirtyScope&) = delete;
-
- private:
-  Header& header_;
-  int exceptions_;
-};
-
 class Absorber {
  public:
   explicit Absorber(SegmentMemory& m)
       : memory_(m),
         header_(m.header()),
         linked_(m.layout().view.linked()),
+        is_queue_(Claims::are_kept(header_)),
         tree_(m.tree()),
         leaves_(tree_),
         initial_(header_, tree_),
         drawn_(m),
         pending_(m),
-        streams_(m) {}
+        streams_(m),
+        claims_(m) {}
 
   // Most slots visited while the mutex is held in one piece.
   static constexpr uint64_t kChunk = 4096;
@@ -163,7 +145,7 @@ class Absorber {
       // The row before may be gone by now, and a link to it would come to lead to another stream's row.
       if (linked_) streams_.drop_half_link(slot);
       if (!streams_.facts_of(slot, row)) return;
-      if (linked_ && streams_.follows(row)) streams_.find_predecessor(row, before);
+      if (streams_.waits_for_predecessor(row)) streams_.find_predecessor(row, before);
       connect(slot, row, before);
     });
   }
@@ -178,9 +160,10 @@ class Absorber {
     RowHeader& row = memory_.row(slot);
     uint64_t& at = memory_.at(slot);
     const uint64_t word = row.word.load(std::memory_order_acquire);
-    if (at && is_gone(at, word)) evict(slot, at);
+    const bool passed = is_queue_ && slot_word::key1(word) < newest + 1;  // order is by key: no older row may stay
+    if (at && (passed || is_gone(at, word))) evict(slot, at);
     bool pending = slot_word::is_busy(word) || slot_word::key1(word) < newest + 1;
-    if (!at && slot_word::is_row(word)) pending |= !adopt(slot, at, word);
+    if (!at && slot_word::is_row(word) && !passed) pending |= !adopt(slot, at, word);
     kill_fence();
     pending_.assign(slot, pending);
     TORCHREPLAY_FAULT("sync.done");
@@ -213,13 +196,19 @@ class Absorber {
     kill_fence();
     at = 0;
     TORCHREPLAY_FAULT("evict.at");
+    if (is_queue_) claims_.end_row(slot);  // after `at`, or a death in between would make a done item new again
     header_.rows--;
     TORCHREPLAY_FAULT("evict.rows");
   }
 
   // The item anchored at a slot, if there is one, can be drawn no more.
   void retire(uint64_t anchor) {
-    header_.evicted_unsampled += tree_.leaf(static_cast<int64_t>(anchor)) > 0 && !drawn_.contains(anchor);
+    const bool drawable = tree_.leaf(static_cast<int64_t>(anchor)) > 0;
+    header_.evicted_unsampled += drawable && !drawn_.contains(anchor);
+    if (is_queue_) {
+      header_.dropped_items += drawable;
+      claims_.end_item(anchor);
+    }
     leaves_.set(anchor, 0);
   }
 
@@ -228,12 +217,14 @@ class Absorber {
     RowFacts row;
     if (!read_facts(memory_, slot, word, row)) return false;
     uint64_t before = kNoSlot;
-    if (linked_ && streams_.follows(row) && !streams_.find_predecessor(row, before)) {
+    if (streams_.waits_for_predecessor(row) && !streams_.find_predecessor(row, before)) {
       deferred_++;
       TORCHREPLAY_FAULT("adopt.deferred");
       return false;
     }
     TORCHREPLAY_FAULT("adopt.facts");
+    if (is_queue_) claims_.begin(slot, word);
+    kill_fence();
     at = slot_word::key1(word);
     TORCHREPLAY_FAULT("adopt.at");
     kill_fence();
@@ -248,13 +239,21 @@ class Absorber {
   // stays.
   void connect(uint64_t slot, const RowFacts& row, uint64_t before) {
     if (!linked_) return complete(slot, row.priority);
-    if (before != kNoSlot) streams_.link(before, slot);
+    if (before != kNoSlot) join(before, slot, row);
     TORCHREPLAY_FAULT("adopt.linked");
     streams_.each_completed_by(slot, row, [&](uint64_t anchor, float priority) { complete(anchor, priority); });
   }
 
+  void join(uint64_t before, uint64_t slot, const RowFacts& row) {
+    streams_.follows(row) ? streams_.link(before, slot) : claims_.close_stream(before);
+  }
+
   void complete(uint64_t anchor, float priority) {
     if (tree_.leaf(static_cast<int64_t>(anchor)) > 0 || is_discarded(memory_, anchor)) return;
+    if (is_queue_) {
+      if (!claims_.of(anchor).is_untouched()) return;
+      claims_.arrive(anchor);
+    }
     drawn_.clear(anchor);
     leaves_.set(anchor, initial_.of(priority));
     TORCHREPLAY_FAULT("complete.leaf");
@@ -265,13 +264,14 @@ class Absorber {
 
   SegmentMemory& memory_;
   Header& header_;
-  bool linked_;
+  bool linked_, is_queue_;
   PriorityTree tree_;
   LeafChanges leaves_;
   InitialLeaf initial_;
   DrawnItems drawn_;
   PendingSet pending_;
   Streams streams_;
+  Claims claims_;
   uint64_t head_ = 0;  // of the running absorption
   uint64_t adopted_ = 0, deferred_ = 0;
 };

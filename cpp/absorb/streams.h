@@ -15,7 +15,8 @@ inline constexpr uint64_t kNoSlot = std::numeric_limits<uint64_t>::max();
 
 class Streams {
  public:
-  explicit Streams(SegmentMemory& m) : memory_(m), view_(m.layout().view) {}
+  explicit Streams(SegmentMemory& m)
+      : memory_(m), view_(m.layout().view), ends_others_(view_.linked() && m.header().sampler.queue) {}
 
   uint64_t next(uint64_t slot) const { return slot_at(memory_.links(slot).next); }
   uint64_t prev(uint64_t slot) const { return slot_at(memory_.links(slot).prev); }
@@ -27,6 +28,11 @@ class Streams {
 
   // Whether items may hold both the row and its predecessor.
   bool follows(const RowFacts& row) const { return row.prev_key1 && (view_.across || !(row.flags & kFirst)); }
+
+  // Whether a row has to wait for its predecessor: to be linked with it, or, in a queue, to say that nothing follows it.
+  bool waits_for_predecessor(const RowFacts& row) const {
+    return view_.linked() && (follows(row) || (ends_others_ && row.prev_key1));
+  }
 
   // Finds the slot of the row's predecessor; kNoSlot when that is gone, for then the row has none. False when it is
   // there but not absorbed yet: the row has to wait for it.
@@ -99,13 +105,13 @@ class Streams {
            read_facts(memory_, slot, word, facts);
   }
 
+  bool is_anchor(uint64_t step) const { return view_.across || step % view_.stride == 0; }
+
  private:
   static uint64_t slot_at(const std::atomic<uint32_t>& link) {
     const uint32_t slot1 = link.load(std::memory_order_relaxed);
     return slot1 ? slot1 - 1 : kNoSlot;
   }
-
-  bool is_anchor(uint64_t step) const { return view_.across || step % view_.stride == 0; }
 
   bool completes_whole_item(uint32_t step) const {
     return view_.across || (step >= view_.span && is_anchor(step - view_.span));
@@ -131,6 +137,7 @@ class Streams {
 
   SegmentMemory& memory_;
   const View& view_;
+  bool ends_others_;
   std::vector<uint64_t> path_;
 };
 

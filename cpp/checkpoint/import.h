@@ -157,6 +157,11 @@ class Import {
     const float leaf = tree.clamp(rows.leaf[i]);
     const bool kept = header_.sampler.prioritized || leaf == 0 || (Epochs::are_kept(header_) && leaf == Epochs::kDrawn);
     tree.leaves()[slot] = kept ? leaf : 1;
+    if (Claims::are_kept(header_)) {
+      Claims claims(memory_);
+      claims.begin(slot, 0);
+      claims.set_draws(slot, leaf > 1 ? static_cast<uint64_t>(leaf) - 1 : 0);
+    }
     TORCHREPLAY_FAULT("import.copied");
     row.word.store(slot_word::done(key, slot_word::kLoaded), std::memory_order_release);
   }

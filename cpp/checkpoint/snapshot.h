@@ -64,7 +64,10 @@ class Snapshot {
       look(first, last);
       TORCHREPLAY_FAULT("save.looked");
       for (uint64_t slot = first; slot < last; slot++)
-        if (at_[slot - first] && copy_row(slot, at_[slot - first], out, n)) out.leaf[n++] = leaf_[slot - first];
+        if (at_[slot - first] && copy_row(slot, at_[slot - first], out, n)) {
+          if (!done_.empty() && done_[slot - first]) out.link[n] |= kDiscarded;
+          out.leaf[n++] = leaf_[slot - first];
+        }
     }
     return n;
   }
@@ -83,6 +86,16 @@ class Snapshot {
     at_.assign(&memory_.at(first), &memory_.at(first) + (last - first));
     const float* leaves = memory_.tree().leaves();
     leaf_.assign(leaves + first, leaves + last);
+    if (!Claims::are_kept(memory_.header())) return;
+    const Claims claims(memory_);
+    done_.assign(last - first, false);
+    for (uint64_t slot = first; slot < last; slot++) {
+      const Claim claim = claims.of(slot);
+      float& leaf = leaf_[slot - first];
+      if (claim.holder() && claim.draws() != Claim::kMostDraws) leaf = 1;  // it comes again where it is loaded
+      if (leaf > 0) leaf += static_cast<float>(claim.draws());
+      done_[slot - first] = leaf == 0 && !claim.is_untouched();
+    }
   }
 
   void require_restored() const {
@@ -117,7 +130,8 @@ class Snapshot {
 
   SegmentMemory& memory_;
   std::vector<uint64_t> at_;
-  std::vector<float> leaf_;
+  std::vector<float> leaf_;  // of a queue, of an item that is to be drawn: 1 and how often it was
+  std::vector<bool> done_;   // of a queue: nobody is to draw it
 };
 
 }  // namespace torchreplay

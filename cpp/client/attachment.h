@@ -121,6 +121,26 @@ class Attachment {
     epochs.give_back_keys(epochs.ended(), keys);
   }
 
+  // Of a queue. This process is done with those of the items that it holds, and they leave, or come again. Returns how
+  // many these are.
+  uint64_t commit(const std::vector<int64_t>& keys) {
+    return end_holding([&](Claims& claims) { return claims.commit(keys, memory_->presence()); });
+  }
+  // The same, but they are in their places again.
+  uint64_t release(const std::vector<int64_t>& keys) {
+    return end_holding([&](Claims& claims) { return claims.release(keys, memory_->presence()); });
+  }
+
+  // These are, and what this process could not give back before. Throws LockTimeout.
+  void release_all(const std::vector<int64_t>& keys, const Patience& patience) {
+    end_holding(
+        [&](Claims& claims) {
+          claims.release(memory_->owed().take(), memory_->presence());
+          return claims.release(keys, memory_->presence());
+        },
+        patience);
+  }
+
   // A learner that waited has given up: what it needed is no longer admitted beyond the ratio. It must not wait again,
   // for a holder of the mutex that is stopped: then the next draw withdraws the demand.
   void withdraw_demand() {
@@ -241,6 +261,21 @@ class Attachment {
 
  private:
   enum class Scope { kThread, kProcess };
+
+  template <class End>
+  uint64_t end_holding(const End& end, const Patience& patience = {}) {
+    uint64_t n;
+    {
+      const Unlocked others;
+      SegmentLock lock(*memory_, patience);
+      lock.absorb();  // what is overwritten is nobody's any more
+      Claims claims(*memory_);
+      n = end(claims);
+      publish_limit(*memory_);
+    }
+    wake_learners();
+    return n;
+  }
 
   // Changes something under the lock, after what this process has fed back.
   template <class Change>

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "checkpoint/import.h"
+#include "client/holdings.h"
 #include "client/membership.h"
 #include "draw/batch_sampler.h"
 #include "draw/priority_updater.h"
@@ -22,13 +23,22 @@ struct DrawResult {
   DrawnFrom from = {};
 };
 
+// What a draw from a queue may do.
+struct QueueDraw {
+  static constexpr uint64_t kThreads = kNever;  // the loop of the calling thread
+
+  int at_least = 0;   // items; 0: all that are asked for
+  uint64_t loop = 0;  // what it got before is done; 0: nothing is
+};
+
 // All threads of a process share it. Guarded by the caller's lock, which it lets go of while it waits and copies.
 class Learner {
  public:
   explicit Learner(std::shared_ptr<Attachment> attachment)
       : attachment_(std::move(attachment)),
         member_(attachment_, Role::kLearner),
-        ownership_(attachment_, Role::kOwner) {
+        ownership_(attachment_, Role::kOwner),
+        holdings_(attachment_->memory()) {
     next_.seed = attachment_->seed();
   }
 
@@ -44,8 +54,9 @@ class Learner {
     return *attachment_;
   }
 
-  // A draw that is under way in another thread ends as it would have.
+  // A draw that is under way in another thread ends as it would have. What this process holds goes back.
   void close() {
+    if (attachment_ && is_queue()) give_all_back();
     samplers_.clear();
     updaters_.clear();
     member_.release();
@@ -141,11 +152,13 @@ class Learner {
   // Draws once, as far as the limiter admits it. Whatever ends it, a draw that gave no batch has not happened.
   // `last_epoch` as in DrawRules.
   DrawResult draw(int n, double beta, const Patience& patience, const BatchPointers& out, int threads,
-                  uint64_t last_epoch = kNever) {
+                  uint64_t last_epoch = kNever, const QueueDraw& queue = {}) {
     const std::shared_ptr<Attachment> a = require_open();
     DrawResult result;
     join();
     NextDraw next(*this);
+    EndedBatch ended(*this, queue.loop);
+    const DrawRules rules{.last_epoch = last_epoch, .at_least = queue.at_least, .done = &ended.keys};
     try {
       a->settle(patience);
       std::unique_ptr<BatchSampler> sampler = take_sampler(*a);
@@ -153,7 +166,7 @@ class Learner {
       next.take();
       {
         const Unlocked others;
-        result.outcome = sampler->sample(n, beta, next.name(), out, result.shortage, patience, {.last_epoch = last_epoch});
+        result.outcome = sampler->sample(n, beta, next.name(), out, result.shortage, patience, rules);
         result.count = sampler->count();
         if (sampler->pending()) reclaim_dead(a->memory());
       }
@@ -167,7 +180,54 @@ class Learner {
     if (result.outcome != Draw::kDone) return result;
     next.keep();
     note_draw(result.count);
+    ended.settle();
+    if (Claims::are_kept(a->memory().header())) got(out.keys, result.count, queue.loop);
     return result;
+  }
+
+  // Of a queue
+
+  bool is_queue() const { return Claims::are_kept(attachment().memory().header()); }
+
+  // A loop with a number of its own.
+  uint64_t new_loop() { return holdings_.new_loop(); }
+
+  // A loop got these items.
+  void got(const int64_t* keys, int n, uint64_t loop) {
+    if (!closed()) holdings_.add(keys, n, number_of(loop));
+  }
+
+  // What a loop got last is done.
+  void end_loop(uint64_t loop) {
+    EndedBatch ended(*this, loop);
+    if (ended.keys.empty()) return;
+    require_open()->commit(ended.keys);
+    ended.keys.clear();
+  }
+
+  // What a loop got last goes back.
+  void leave_loop(uint64_t loop) {
+    EndedBatch ended(*this, loop);
+    if (ended.keys.empty()) return;
+    require_open()->release(ended.keys);
+    ended.keys.clear();
+  }
+
+  // Items that were handed out here, in their order, and are not done.
+  std::vector<int64_t> held_keys() { return holdings_.all(); }
+  // The index of the first that is not one of them.
+  std::optional<size_t> first_not_held(const std::vector<int64_t>& keys) { return holdings_.first_missing(keys); }
+
+  // These are done, or are in their places again. Returns how many still were this process's.
+  uint64_t commit(const std::vector<int64_t>& keys) {
+    const uint64_t n = require_open()->commit(keys);
+    holdings_.remove(keys);
+    return n;
+  }
+  uint64_t release(const std::vector<int64_t>& keys) {
+    const uint64_t n = require_open()->release(keys);
+    holdings_.remove(keys);
+    return n;
   }
 
   // Copies the items anchored at `keys` that can be drawn, in their order. `step`: of the draw of this process whose
@@ -234,10 +294,52 @@ class Learner {
     bool taken_ = false, kept_ = false;
   };
 
+  // What a loop got last, while it is being ended. Unless it is, the loop still holds it.
+  class EndedBatch {
+   public:
+    EndedBatch(Learner& learner, uint64_t loop)
+        : keys(loop ? learner.holdings_.end_batch(learner.number_of(loop)) : std::vector<int64_t>{}),
+          learner_(learner),
+          loop_(learner.number_of(loop)),
+          all_(keys) {}
+    ~EndedBatch() { settle(); }
+    EndedBatch(const EndedBatch&) = delete;
+
+    // Before the loop gets items again, which may be the same.
+    void settle() {
+      if (keys.empty())
+        learner_.holdings_.remove(std::exchange(all_, {}));
+      else
+        learner_.holdings_.resume_batch(loop_, std::exchange(keys, {}));
+    }
+
+    std::vector<int64_t> keys;  // emptied when they are done
+
+   private:
+    Learner& learner_;
+    uint64_t loop_;
+    std::vector<int64_t> all_;
+  };
+
+  static uint64_t number_of(uint64_t loop) {
+    return loop == QueueDraw::kThreads ? static_cast<uint64_t>(pthread_self()) : loop;
+  }
+
   // The last `n` draws of this process, up to that of this name, have not happened, unless others have followed.
   void unname(const DrawName& last, uint64_t n) {
     const DrawName after{last.seed, last.stream, last.step + 1};
     if (next_ == after) next_.step -= n;
+  }
+
+  // It must not wait for a holder of the lock that is stopped: what stays held goes back when this process ends.
+  void give_all_back() {
+    const std::shared_ptr<Attachment> a = attachment_;
+    const std::vector<int64_t> keys = holdings_.all();
+    try {
+      a->release_all(keys, {.deadline = monotonic_ns() + kSettleNs});
+    } catch (const LockTimeout&) {
+    }
+    holdings_.remove(keys);
   }
 
   template <class Tool>
@@ -262,6 +364,7 @@ class Learner {
   uint64_t owned_since_ = kNever;  // fork generation
   uint64_t owned_step_ = 0;        // where the owner's stream of draws goes on
   DrawName next_;
+  Holdings holdings_;
   uint64_t ahead_ = 0;  // draws that next_ has passed, of batches that nobody has got yet
   std::vector<std::unique_ptr<BatchSampler>> samplers_;  // idle ones
   std::vector<std::unique_ptr<PriorityUpdater>> updaters_;

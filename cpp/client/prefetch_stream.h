@@ -24,9 +24,9 @@ class PrefetchStream {
     int count = 0;  // of its items
   };
 
-  // `last_epoch` as in DrawRules.
-  PrefetchStream(std::shared_ptr<Learner> learner, int batch_size, uint64_t last_epoch = kNever)
-      : learner_(std::move(learner)), batch_size_(batch_size), last_epoch_(last_epoch) {}
+  // `last_epoch` as in DrawRules; `loop` as in QueueDraw: what a batch of a queue is handed out to.
+  PrefetchStream(std::shared_ptr<Learner> learner, int batch_size, uint64_t last_epoch = kNever, uint64_t loop = 0)
+      : learner_(std::move(learner)), batch_size_(batch_size), last_epoch_(last_epoch), loop_(loop) {}
   ~PrefetchStream() {
     try {
       close();
@@ -62,8 +62,19 @@ class PrefetchStream {
     learner_->note_draw(prefetcher_->count());
     taken.count = prefetcher_->count();
     taken.memory = std::move(orders_.front().memory);
+    if (Claims::are_kept(attachment->memory().header())) {
+      BatchPointers out;
+      taken.memory->point(out);
+      learner_->got(out.keys, taken.count, loop_);
+    }
     forget(1);
     return taken;
+  }
+
+  // Batches of a queue may be as short, from the next on that is drawn.
+  void accept(int at_least) {
+    at_least_ = at_least;
+    if (has_thread()) prefetcher_->accept(at_least);
   }
 
   // How many of the oldest batches are drawn, and not taken.
@@ -139,6 +150,7 @@ class PrefetchStream {
       const std::shared_ptr<Attachment> attachment = learner_->require_open();
       attachment->try_settle_feedback({.deadline = monotonic_ns() + kSettleNs, .until_stopped = true});
       prefetcher_ = attachment->make_prefetcher();
+      if (at_least_) prefetcher_->accept(at_least_);
     }
     Order order{.n = batch_size_, .beta = beta, .name = learner_->next_, .out = {}, .threads = threads};
     order.rules.last_epoch = last_epoch_;
@@ -177,6 +189,8 @@ class PrefetchStream {
   std::shared_ptr<Learner> learner_;
   int batch_size_;
   uint64_t last_epoch_;
+  uint64_t loop_;
+  int at_least_ = 0;  // items of a batch, of a queue; 0: all
   Busy busy_ = Busy::kNo;
   uint64_t busy_in_ = 0;  // fork generation
   std::deque<Ordered> orders_;

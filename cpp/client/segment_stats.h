@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "client/attachment.h"
+#include "client/queue_state.h"
 
 namespace torchreplay {
 
@@ -14,6 +14,8 @@ struct SegmentStats {
   uint64_t rows, drawable, inserted, sampled, updated, stale_updates, unready_updates, evicted_unsampled;
   double priority_total, smallest_leaf, priority_change;  // the last one summed over all updates
   float max_raw;
+  uint64_t held_items, dropped_items;
+  double oldest_age;  // of a queue: seconds since the oldest item came; -1: there is none
   // Beside it.
   Census census;
   int64_t now;
@@ -53,6 +55,9 @@ struct SegmentStats {
     drawable = static_cast<uint64_t>(tree.count()), max_raw = h.max_raw;
     priority_total = static_cast<double>(tree.total()) * tree.unit();
     smallest_leaf = drawable ? tree.min() : 0.0;
+    held_items = h.held, dropped_items = h.dropped_items;
+    const std::optional<uint64_t> oldest = oldest_of_queue(m);
+    oldest_age = oldest ? static_cast<double>(Claims(m).age(*oldest)) * 1e-3 : -1;
   }
 
   void read_participants(SegmentMemory& m) {

@@ -9,6 +9,7 @@
 
 #include "draw/due_items.h"
 #include "draw/item_gather.h"
+#include "draw/oldest_items.h"
 #include "draw/thread_pool.h"
 #include "session/segment_lock.h"
 
@@ -71,7 +72,9 @@ class BatchSampler {
         plan_(plan),
         drawing_(plan),
         due_(m, drawing_),
+        oldest_(m, drawing_),
         keeps_epochs_(Epochs::are_kept(m.header())),
+        is_queue_(Claims::are_kept(m.header())),
         copiers_(1) {
     copiers_[0].emplace(m, plan);
   }
@@ -126,7 +129,7 @@ class BatchSampler {
     LearnerTurn turn(memory_);
     CountedDraw counted(memory_.header());
     TakenItems taken(*this);
-    drawing_.begin(static_cast<size_t>(n));
+    drawing_.begin(is_queue_ ? 0 : static_cast<size_t>(n));
     RewriteWatch watch(memory_.header());
     for (uint32_t round = 0; round < kRounds; round++) {
       const Draw outcome = draw(n, name, round, shortage, patience, turn, counted, rules);
@@ -182,7 +185,7 @@ class BatchSampler {
     std::optional<ItemGather> items_;
   };
 
-  // What a draw without replacement has taken. Unless it is kept it is due again, if the lock comes free at once.
+  // What a draw without replacement, or from a queue, has taken. Unless it is kept it can be drawn again.
   class TakenItems {
    public:
     explicit TakenItems(BatchSampler& sampler) : sampler_(sampler) {}
@@ -191,7 +194,7 @@ class BatchSampler {
     }
     TakenItems(const TakenItems&) = delete;
 
-    void begin() { begun_ = sampler_.keeps_epochs_; }
+    void begin() { begun_ = sampler_.keeps_epochs_ || sampler_.is_queue_; }
     void keep() { begun_ = false; }
 
    private:
@@ -211,19 +214,22 @@ class BatchSampler {
     Header& h = memory_.header();
     shortage.seen = h.rows_signal.load(std::memory_order_acquire);
     SegmentLock lock(memory_, patience);
+    if (is_queue_) oldest_.settle(rules);
     if (h.stopped.load(std::memory_order_relaxed)) return Draw::kStopped;
     if (round) resync_failed();
     // A redraw absorbs too: a learner that slept while the ring turned would find one stale leaf after the other.
     turn.absorb(lock);
     TORCHREPLAY_FAULT("draw.absorbed");
+    if (is_queue_ && round) oldest_.drop_failed();
     const PriorityTree tree = memory_.tree();
-    if (tree.total() == 0) counted.take_back();  // it waits, as one that begins does
+    if (!is_queue_ && tree.total() == 0) counted.take_back();  // it waits, as one that begins does
     if (!counted && due_.is_over(rules)) return Draw::kEpochOver;
     const auto lacks_items = [&] {
-      return (!counted && !Limiter(h).can_sample(due_.most_of(n, rules))) || tree.total() == 0;
+      if (!counted && !Limiter(h).can_sample(most_of(n, rules))) return true;
+      return is_queue_ ? oldest_.lacks_items(n, rules) : tree.total() == 0;
     };
     // Those it admits may write all that is missing before it sleeps.
-    while (lacks_items() && !announce_wait(due_.most_of(n, rules), shortage)) turn.absorb(lock);
+    while (lacks_items() && !announce_wait(n, rules, shortage)) turn.absorb(lock);
     pending_ = h.pending;
     if (lacks_items()) {
       turn.wait_for_rows();
@@ -233,11 +239,14 @@ class BatchSampler {
     }
     if (keeps_epochs_) {
       if (const Draw due = due_.find(n, name, round, rules); due != Draw::kDone) return due;
-      if (counted) counted.recount(drawing_.items.size());
+    } else if (is_queue_) {
+      if (!round) note_tree(tree);  // before they are taken
+      oldest_.find(n);
     } else {
       find(tree, n);
     }
-    if (!round) note_tree(tree);
+    if (counted) counted.recount(drawing_.items.size());
+    if (!round && !is_queue_) note_tree(tree);
     if (!counted) {
       counted.count(count());
       h.demand = 0;  // another learner that still waits will say so again
@@ -246,37 +255,52 @@ class BatchSampler {
     return Draw::kDone;
   }
 
+  // How many items a draw of `n` counts as.
+  uint64_t most_of(int n, const DrawRules& rules) const {
+    return static_cast<uint64_t>(is_queue_ && rules.at_least ? rules.at_least : due_.most_of(n, rules));
+  }
+
   // Shows writers what a draw of `n` waits for, and which ticket wakes it. False: that one was taken meanwhile, and its
   // writer may have seen nobody to wake. The lock is held.
-  bool announce_wait(int n, Shortage& shortage) {
+  bool announce_wait(int n, const DrawRules& rules, Shortage& shortage) {
     Header& h = memory_.header();
     Limiter limiter(h);
-    shortage = {h.inserted, limiter.needed(n), static_cast<uint64_t>(memory_.tree().count()), shortage.seen};
+    const uint64_t most = most_of(n, rules);
+    shortage = {h.inserted, limiter.needed(most), static_cast<uint64_t>(memory_.tree().count()), shortage.seen};
+    if (is_queue_) {
+      shortage.needed = std::max(shortage.needed, h.inserted + oldest_.missing(n, rules));
+      shortage.drawable = oldest_.available();
+    }
     const uint64_t missing = shortage.needed > h.inserted ? shortage.needed - h.inserted : 1;
-    // Once a turn at the least: what is overwritten unseen never counts.
-    const uint64_t wake_at = h.absorbed + std::min(missing, memory_.capacity()) - 1;
+    limiter.demand(most);
+    TORCHREPLAY_FAULT("draw.demanded");
+    // Once a turn at the least: what is overwritten unseen never counts. And where writers have to stop.
+    uint64_t wake_at = h.absorbed + std::min(missing, memory_.capacity()) - 1;
+    if (is_queue_) {
+      publish_limit(memory_);
+      wake_at = std::min(wake_at, std::max(h.absorbed + 1, h.ticket_limit.load(std::memory_order_relaxed)) - 1);
+    }
     // Before writers are admitted: one on another processor is done before the next line, and then sleeps.
     if (!h.importer && wake_at < h.wake_at.load(std::memory_order_relaxed))
       h.wake_at.store(wake_at, std::memory_order_seq_cst);
     TORCHREPLAY_FAULT("draw.wakes_at");
-    limiter.demand(n);
-    TORCHREPLAY_FAULT("draw.demanded");
-    publish_limit(memory_);
+    if (!is_queue_) publish_limit(memory_);
     return h.importer || h.head.load(std::memory_order_seq_cst) <= wake_at;
   }
 
   // The lock is held.
   void note_tree(const PriorityTree& tree) {
-    const double unit = keeps_epochs_ ? 1 : tree.unit();
+    const double unit = are_alike() ? 1 : tree.unit();
     const auto smallest = static_cast<double>(mass_of(tree, tree.min()));  // as weights are made of it
     drawn_from_ = {static_cast<double>(total_of(tree)) * unit, smallest * unit, tree.count()};
   }
 
-  // What P is made of, in grid units. Of all epochs together each item has the same share.
-  uint64_t mass_of(const PriorityTree& tree, float leaf) const { return keeps_epochs_ ? 1 : tree.quantize(leaf); }
+  // What P is made of, in grid units. Of all epochs together each item has the same share. One of a queue has all.
+  uint64_t mass_of(const PriorityTree& tree, float leaf) const { return are_alike() ? 1 : tree.quantize(leaf); }
   uint64_t total_of(const PriorityTree& tree) const {
-    return keeps_epochs_ ? static_cast<uint64_t>(tree.count()) : tree.total();
+    return is_queue_ ? 1 : keeps_epochs_ ? static_cast<uint64_t>(tree.count()) : tree.total();
   }
+  bool are_alike() const { return keeps_epochs_ || is_queue_; }
 
   // A row that changed under a draw makes its item undrawable here, so that the redraw cannot fail on it again. So does
   // an item whose rows do not lead to each other, although none has changed: they say something wrong about their
@@ -310,7 +334,8 @@ class BatchSampler {
       const auto key = static_cast<uint64_t>(keys[i]);
       const uint64_t slot = memory_.slot_of(key);
       const float leaf = tree.leaf(static_cast<int64_t>(slot));
-      if (memory_.at(slot) != key + 1 || !(leaf > 0)) continue;
+      const bool is_there = leaf > 0 || (is_queue_ && Claims(memory_).of(slot).holder());
+      if (memory_.at(slot) != key + 1 || !is_there) continue;
       drawing_.items.push_back({slot, key + 1, mass_of(tree, leaf), total_of(tree), min_mass, tree.count(),
                         drawing_.chance(static_cast<size_t>(i), kNoChance)});
     }
@@ -336,15 +361,17 @@ class BatchSampler {
     }
   }
 
-  // All items are due again, unless the lock is another's, who may be stopped: then in the next epoch.
+  // All items can be drawn again. If the lock is another's, who may be stopped: in the next epoch, or of a queue as soon
+  // as this process has the lock.
   void give_back() {
     std::vector<int64_t> keys(drawing_.items.size());
     std::ranges::transform(drawing_.items, keys.begin(), &DrawnItem::key);
     const Undisturbed here;
     try {
       const SegmentLock lock(memory_, {.deadline = 0});
-      due_.give_back(keys);
+      is_queue_ ? oldest_.give_back(keys) : due_.give_back(keys);
     } catch (...) {
+      if (is_queue_) memory_.owed().add(keys);
     }
   }
 
@@ -426,7 +453,8 @@ class BatchSampler {
   const ItemPlan* plan_;
   Drawing drawing_;
   DueItems due_;
-  bool keeps_epochs_;
+  OldestItems oldest_;
+  bool keeps_epochs_, is_queue_;
   int threads_ = 1;
   std::vector<std::optional<Copier>> copiers_;  // of each thread
   std::vector<Part> parts_;

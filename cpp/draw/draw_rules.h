@@ -24,11 +24,13 @@ struct Shortage {
   uint32_t seen = 0;  // rows_signal before the draw looked: what it sleeps on
 };
 
-// Of a draw without replacement. With a last epoch its batches end with epochs, shorter than others; else they go on
-// into the next one.
+// Of a draw without replacement: with a last epoch its batches end with epochs, shorter than others; else they go on
+// into the next one. Of a queue: a batch may be shorter than asked for.
 struct DrawRules {
   uint64_t last_epoch = kNever;  // by number
   bool may_begin_epoch = true;
+  int at_least = 0;                      // items; 0: all that are asked for
+  std::vector<int64_t>* done = nullptr;  // keys of items that the drawing process is done with; emptied when they are
 };
 
 }  // namespace torchreplay

@@ -46,7 +46,8 @@ class PrefetchQueue {
   // Draws that have not happened.
   struct GivenUp {
     uint64_t draws = 0, items = 0;
-    std::vector<std::pair<uint64_t, std::vector<int64_t>>> due;  // by epoch: keys that it has not drawn then
+    // By epoch: keys that it has not drawn then. Of a queue: keys of items that go back.
+    std::vector<std::pair<uint64_t, std::vector<int64_t>>> due;
   };
 
   // `plan` as for BatchSampler. `outstanding` counts what is to be done, by all who share it. All must outlive the
@@ -149,7 +150,13 @@ class PrefetchQueue {
   }
 
   // The oldest that is not drawn. It stays where it is.
-  Order& first() { return orders_[done_]; }
+  Order& first() {
+    if (at_least_) orders_[done_].rules.at_least = at_least_;
+    return orders_[done_];
+  }
+
+  // Batches of a queue that are drawn from now on may be as short.
+  void accept(int at_least) { at_least_ = at_least; }
 
   // Without the lock. Where it is kDone, note_drawn() follows.
   Draw draw(Order& order, Shortage& shortage, const Patience& patience) {
@@ -189,11 +196,11 @@ class PrefetchQueue {
   // Gives up all orders. Nobody is at work.
   GivenUp give_up() {
     GivenUp given_up;
-    const bool keeps_epochs = Epochs::are_kept(memory_.header());
+    const bool go_back = Epochs::are_kept(memory_.header()) || Claims::are_kept(memory_.header());
     for (size_t i = 0; i < done_; i++) {
       const Order& order = orders_[i];
       given_up.items += static_cast<uint64_t>(order.n);
-      if (keeps_epochs)
+      if (go_back)
         given_up.due.emplace_back(order.epoch, std::vector<int64_t>(order.out.keys, order.out.keys + order.n));
     }
     given_up.draws = std::exchange(done_, 0);
@@ -212,10 +219,16 @@ class PrefetchQueue {
     try {
       const SegmentLock lock(memory_, {.deadline = monotonic_ns() + kSliceNs});
       h.demand = 0;  // or writers would go on running ahead for a learner that does not come
-      for (const auto& [epoch, keys] : given_up.due) Epochs(memory_).give_back_keys(epoch, keys);
+      for (const auto& [epoch, keys] : given_up.due) {
+        if (Epochs::are_kept(h)) Epochs(memory_).give_back_keys(epoch, keys);
+        if (Claims::are_kept(h)) Claims(memory_).release(keys, memory_.presence());
+      }
       publish_limit(memory_);
     } catch (const LockTimeout&) {
+      for (const auto& [epoch, keys] : given_up.due)
+        if (Claims::are_kept(h)) memory_.owed().add(keys);
     }
+    if (Claims::are_kept(h)) futex_signal(h.rows_signal);
   }
 
  private:
@@ -233,6 +246,7 @@ class PrefetchQueue {
   BatchSampler sampler_;   // this and the next are whose thread draws
   bool demanded_ = false;  // the last draw may have left a demand
   bool holds_ = false;     // see note_held()
+  int at_least_ = 0;       // see accept()
   std::deque<Order> orders_;
   uint64_t taken_ = 0;  // orders before those
   size_t done_ = 0;     // of the orders, the oldest: drawn, and not taken

@@ -78,6 +78,15 @@ class Prefetcher {
     return queue_.take(shortage);
   }
 
+  // Batches of a queue may be as short, from the next on that is drawn.
+  void accept(int at_least) {
+    {
+      const std::lock_guard guard(mutex_);
+      queue_.accept(at_least);
+    }
+    futex_signal(memory_.header().rows_signal);
+  }
+
   // Of the batch taken last: TD errors that were fed back between its draw and its taking, and what it was drawn
   // from.
   uint64_t missed_updates() const { return queue_.missed_updates(); }

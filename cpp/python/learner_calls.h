@@ -47,9 +47,10 @@ inline PyObject* told(PyObject* batch, const DrawnFrom& from) {
 template <class Give>
 PyObject* sample_and(const char* name, PyObject* self, PyObject* const* args, Py_ssize_t nargs, Give&& give) {
   return method<SegmentObject>(self, [&](SegmentObject& s) {
-    if (nargs != 5) expect_args(name, nargs, 4);
+    if (nargs != 5 && nargs != 6) expect_args(name, nargs, 4);
     const int n = as_count(args[0]);
     const uint64_t last_epoch = nargs == 5 ? as_uint(args[4]) : kNever;
+    const QueueDraw queue = nargs == 6 ? QueueDraw{as_count(args[4]), as_uint(args[5])} : QueueDraw{};
     const double beta = as_double(args[1]);
     const Patience patience{as_int(args[2]), true};
     const std::shared_ptr<AttachedSegment> attached = s.attached();
@@ -58,30 +59,31 @@ PyObject* sample_and(const char* name, PyObject* self, PyObject* const* args, Py
     if (args[3] == Py_None) {
       BatchBuilder builder(attached->outputs(), n);
       builder.point(pointers);
-      const DrawResult result = s.learner->draw(n, beta, patience, pointers, threads, last_epoch);
+      const DrawResult result = s.learner->draw(n, beta, patience, pointers, threads, last_epoch, queue);
       builder.shrink(result.count);
       return give(result.outcome == Draw::kDone ? make_batch(s, builder) : nullptr, result);
     }
     if (nargs == 5) throw std::invalid_argument("a batch of an epoch goes into memory of its own");
+    if (queue.at_least && queue.at_least < n)
+      throw std::invalid_argument("a batch that may be shorter goes into memory of its own: leave out= or at_least= out");
     GivenBatch given(attached->outputs(), n, args[3], reserved_names());
     given.point(pointers);
-    const DrawResult result = s.learner->draw(n, beta, patience, pointers, threads);
+    const DrawResult result = s.learner->draw(n, beta, patience, pointers, threads, kNever, queue);
     if (result.outcome != Draw::kDone) return give(nullptr, result);
     sign(s, args[3]);
     return give(Py_NewRef(args[3]), result);
   });
 }
 
-// sample(n, beta, deadline, out, [last_epoch]) -> batch, which is `out` unless that is None, or what explain() says.
-// `last_epoch` as in DrawRules.
+// sample(n, beta, deadline, out, [last_epoch] or [at_least, loop]) -> batch, which is `out` unless that is None, or what
+// explain() says. `last_epoch` as in DrawRules, the others, of a queue, as in QueueDraw.
 inline PyObject* sample(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return sample_and("sample", self, args, nargs, [](PyObject* batch, const DrawResult& result) {
     return batch ? batch : explain(result.outcome, result.shortage);
   });
 }
 
-// sample_told(n, beta, deadline, out, [last_epoch]) -> (batch, drawn_from), the latter as as_tuple() says; or (None,
-// what explain() says).
+// sample_told(...) as sample() -> (batch, drawn_from), the latter as as_tuple() says; or (None, what explain() says).
 inline PyObject* sample_told(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return sample_and("sample_told", self, args, nargs, [](PyObject* batch, const DrawResult& result) {
     if (batch) return told(batch, result.from);

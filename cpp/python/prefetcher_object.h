@@ -22,8 +22,11 @@ struct BatchMemory {
 };
 
 struct PrefetcherObject {
-  PrefetcherObject(PyObject* object, SegmentObject& s, int size, uint64_t last_epoch)
-      : owner(Ref::borrow(object)), attached(s.attached()), batch_size(size), stream(s.learner, size, last_epoch) {}
+  PrefetcherObject(PyObject* object, SegmentObject& s, int size, uint64_t last_epoch, uint64_t loop)
+      : owner(Ref::borrow(object)),
+        attached(s.attached()),
+        batch_size(size),
+        stream(s.learner, size, last_epoch, loop) {}
 
   Ref owner;
   std::shared_ptr<AttachedSegment> attached;
@@ -78,14 +81,16 @@ struct PrefetcherObject {
 
 namespace prefetcher {
 
-// Prefetcher(segment, n, [last_epoch]): the latter as in DrawRules.
+// Prefetcher(segment, n, [last_epoch or None, loop]): as in DrawRules, and, of a queue, as in QueueDraw.
 inline int init(PyObject* self, PyObject* args, PyObject*) {
   return as_status(guarded([&] {
     PyObject* segment;
     int n;
-    unsigned long long last = kNever;
-    if (!PyArg_ParseTuple(args, "Oi|K", &segment, &n, &last)) throw PythonError{};
-    install(self, new PrefetcherObject(segment, state_of<SegmentObject>(segment), n, last));
+    PyObject* last = Py_None;
+    unsigned long long loop = 0;
+    if (!PyArg_ParseTuple(args, "Oi|OK", &segment, &n, &last, &loop)) throw PythonError{};
+    const uint64_t last_epoch = last == Py_None ? kNever : as_uint(last);
+    install(self, new PrefetcherObject(segment, state_of<SegmentObject>(segment), n, last_epoch, loop));
     return Py_NewRef(Py_None);
   }));
 }
@@ -114,11 +119,17 @@ inline PyObject* next(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   });
 }
 
+// accept(at_least): batches of a queue may be as short, from the next on that is drawn.
+inline PyObject* accept(PyObject* self, PyObject* at_least) {
+  return method<PrefetcherObject>(self, [&](PrefetcherObject& s) { s.stream.accept(as_count(at_least)); });
+}
+
 using Object = PrefetcherObject;
 inline PyMethodDef methods[] = {
     {"order", fast(order), METH_FASTCALL, nullptr},
     {"take", take, METH_O, nullptr},
     {"next", fast(next), METH_FASTCALL, nullptr},
+    {"accept", accept, METH_O, nullptr},
     // ready() -> how many of the oldest batches are drawn, and not taken.
     {"ready", plain_method<Object, [](Object& s) { return s.stream.ready(); }>, METH_NOARGS, nullptr},
     {"drawn", plain_method<Object, [](Object& s) { return s.drawn(); }>, METH_NOARGS, nullptr},

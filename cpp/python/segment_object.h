@@ -3,6 +3,7 @@
 
 #include "python/learner_calls.h"
 #include "python/properties.h"
+#include "python/queue_calls.h"
 #include "python/rewrite_calls.h"
 #include "python/row_export.h"
 #include "python/row_runs.h"
@@ -11,26 +12,32 @@
 namespace torchreplay::py {
 namespace segment {
 
-// From (span, min_steps, stride, history, across, priority_steps).
+// From (span, min_steps, stride, history, across, priority_steps, claimed).
 inline View parse_view(PyObject* tuple) {
   View v;
-  if (!PyArg_ParseTuple(tuple, "IIIIII", &v.span, &v.min_steps, &v.stride, &v.history, &v.across, &v.priority_steps))
+  if (!PyArg_ParseTuple(tuple, "IIIIIII", &v.span, &v.min_steps, &v.stride, &v.history, &v.across, &v.priority_steps,
+                        &v.claimed))
     throw PythonError{};
   if (v.stride < 1 || v.min_steps < 1) throw std::invalid_argument("bad view");
   return v;
 }
 
-// From (prioritized, normalize, alpha, eps, initial, initial_raw, epochs).
+// From (prioritized, normalize, alpha, eps, initial, initial_raw, epochs, queue, drop_oldest, max_draws, window).
 inline SamplerConfig parse_sampler(PyObject* tuple) {
   SamplerConfig s;
-  int prioritized, epochs;
+  int prioritized, epochs, queue, drop_oldest;
   unsigned int normalize, initial;
-  if (!PyArg_ParseTuple(tuple, "pIddIdp", &prioritized, &normalize, &s.alpha, &s.eps, &initial, &s.initial_raw,
-                        &epochs))
+  unsigned long long max_draws, window;
+  if (!PyArg_ParseTuple(tuple, "pIddIdpppKK", &prioritized, &normalize, &s.alpha, &s.eps, &initial, &s.initial_raw,
+                        &epochs, &queue, &drop_oldest, &max_draws, &window))
     throw PythonError{};
   if (initial >= kInitials) throw std::invalid_argument("bad sampler");
   s.prioritized = prioritized != 0;
   s.epochs = epochs != 0;
+  s.queue = queue != 0;
+  s.drop_oldest = drop_oldest != 0;
+  s.max_draws = max_draws;
+  s.window = window;
   s.normalize = static_cast<Normalize>(normalize);
   s.initial = static_cast<Initial>(initial);
   return s;
@@ -186,6 +193,13 @@ inline PyMethodDef methods[] = {
     {"refresh", fast(refresh), METH_FASTCALL, nullptr},
     {"epoch", epoch, METH_O, nullptr},
     {"give_back", give_back, METH_O, nullptr},
+    {"commit", commit, METH_O, nullptr},
+    {"release", release, METH_O, nullptr},
+    {"new_loop", plain_method<SegmentObject, [](SegmentObject& s) { return s.learner->new_loop(); }>, METH_NOARGS,
+     nullptr},
+    {"end_loop", end_loop, METH_O, nullptr},
+    {"leave_loop", leave_loop, METH_O, nullptr},
+    {"queue_state", queue_state, METH_O, nullptr},
     {"withdraw", segment_method<[](Attachment& a) { a.withdraw_demand(); }>, METH_NOARGS, nullptr},
     {"admit_writers_of", fast(admit_writers_of), METH_FASTCALL, nullptr},
     {"set_limiter", set_limiter, METH_O, nullptr},

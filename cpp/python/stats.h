@@ -69,6 +69,9 @@ inline PyObject* stats(PyObject* self, PyObject*) {
     d.put<"unready_updates">(s.unready_updates);
     d.put<"samples_per_insert">(ratio(static_cast<double>(s.sampled), s.inserted));
     d.put<"evicted_unsampled">(s.evicted_unsampled);
+    d.put<"held_items">(s.held_items);
+    d.put<"dropped_items">(s.dropped_items);
+    d.put<"oldest_age">(s.oldest_age);
     d.put<"priority_change">(ratio(s.priority_change, s.updated));
     d.put<"priority_total">(s.priority_total);
     d.put<"smallest_leaf">(s.smallest_leaf);

@@ -62,6 +62,10 @@ inline uint64_t config_hash(const Header& h, const char* config, uint64_t nonce)
       .mix(static_cast<uint64_t>(s.initial))
       .mix(&s.initial_raw, sizeof s.initial_raw)
       .mix(s.epochs)
+      .mix(s.queue)
+      .mix(s.drop_oldest)
+      .mix(s.max_draws)
+      .mix(s.window)
       .value();
 }
 

@@ -39,6 +39,12 @@ struct SamplerConfig {
   Initial initial = Initial::kMaxSeen;
   double initial_raw = 1;  // kNumber: that number; kMaxHeld: what counts where no item is held
   uint32_t epochs = 0;     // 1: every item is drawn once before any is drawn again; leaves are those of Epochs
+  uint32_t queue = 0;      // 1: the oldest items first, each held by one process until it is done with it
+  uint32_t drop_oldest = 0;  // of a queue: 1: writers overwrite what is still to be drawn; 0: they wait
+  uint64_t max_draws = 0;    // of a queue: how often an item is handed out
+  uint64_t window = 0;       // of a queue: rows by which items overtake older ones that are not complete; 0: any
+
+  bool makes_writers_wait() const { return queue && !drop_oldest; }
 };
 
 // Reverb's rate limiter: at least min_size items, and min_diff <= inserted * ratio - sampled <= max_diff, where what
@@ -165,6 +171,14 @@ struct Header {
   uint64_t import_seed;
   Counts imported;
   uint64_t discarded_below;  // no row with this key or a later one was discarded
+  uint64_t needed_from;      // of a queue: no item needs a row below
+  uint64_t settled_below;    // of a queue: rows below are in complete items, or in none
+  uint64_t dropped_items;    // of a queue: overwritten while they were still to be drawn
+  uint64_t held;             // of a queue: items that somebody holds
+  // Of a queue: the anchor of an item that was not complete at the last look, the last row of it, and its steps so far.
+  uint64_t unfinished_key, unfinished_last, unfinished_last_key1;
+  uint32_t unfinished_steps;
+  uint32_t holders;          // entries of the table of holders that were ever used
   uint64_t epochs;           // twice those that have ended, of draws without replacement; odd while one begins
 
   // Twice the times that rows were rewritten under the mutex, less one while they are.
@@ -206,6 +220,7 @@ struct Participant {
   std::atomic<int32_t> pid;
   std::atomic<uint32_t> waiting;   // 1 while it waits for the limiter
   std::atomic<int64_t> last_draw;  // machine_ns() when a learner got its last batch; 0: never
+  std::atomic<uint64_t> since;     // tickets below were never this holder's
 };
 static_assert(sizeof(Participant) <= kParticipantBytes);
 

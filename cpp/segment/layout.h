@@ -15,7 +15,7 @@
 namespace torchreplay {
 
 inline constexpr uint64_t kLine = 64;
-inline constexpr uint64_t kFormatVersion = 10;
+inline constexpr uint64_t kFormatVersion = 11;
 inline constexpr int kMaxParticipants = 4096;  // writers, learners and supervisors at one time; ids fit 15 bits
 inline constexpr uint64_t kMaxCapacity = uint64_t{1} << 31;
 
@@ -54,7 +54,7 @@ struct Layout {
   uint64_t record_stride = 0;
   // Offsets of the regions from the start of the segment.
   uint64_t participants = 0, config = 0, records = 0, at = 0, links = 0, drawn = 0, pending = 0, pending_summary = 0,
-           tree = 0, rewrite = 0;
+           tree = 0, rewrite = 0, holders = 0, claims = 0, arrivals = 0;
   uint64_t config_bytes = 0, bytes = 0;
 
   // Of everything that two processes must agree on.
@@ -62,7 +62,7 @@ struct Layout {
     Hash h;
     for (uint64_t v : {kFormatVersion, capacity, record_stride, records, at, links, drawn, pending, tree, bytes,
                        uint64_t{view.span}, uint64_t{view.min_steps}, uint64_t{view.stride}, uint64_t{view.history},
-                       uint64_t{view.across}, uint64_t{view.priority_steps}, rewrite})
+                       uint64_t{view.across}, uint64_t{view.priority_steps}, rewrite, holders, claims, arrivals})
       h.mix(v);
     for (const Field& f : fields) h.mix(static_cast<uint64_t>(f.element)).mix(f.nbytes).mix(f.offset).mix(f.stride);
     return h.value();
@@ -72,6 +72,7 @@ struct Layout {
 inline constexpr uint64_t kLinkedHeaderBytes = 24, kSingleHeaderBytes = 12;  // of a row
 inline constexpr uint64_t kSegmentHeaderBytes = kPage;
 inline constexpr uint64_t kParticipantBytes = kLine;
+inline constexpr uint64_t kHolderBytes = 16;
 
 // The smallest distance between values of `bytes` bytes, at multiples of 8, that lets none of them touch more lines
 // than it has to. Small rows are many: 72 bytes instead of 128 hold twice as many in caches and translation buffers.
@@ -146,6 +147,10 @@ inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, const Vi
   l.pending_summary = region((words + 63) / 64 * 8, kLine);
   l.tree = region(PriorityTree::bytes(static_cast<int64_t>(capacity), PriorityTree::Largest::kKept));
   l.rewrite = region(rewrite_record_bytes(l.fields));
+  const uint64_t claimed = view.claimed ? capacity : 0;
+  l.holders = region(view.claimed ? kMaxParticipants * kHolderBytes : 0, kLine);
+  l.claims = region(claimed * sizeof(uint64_t), kLine);
+  l.arrivals = region(claimed * sizeof(uint32_t), kLine);
   l.bytes = round_up(at, kPage);
   return l;
 }

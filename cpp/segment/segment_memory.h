@@ -6,6 +6,7 @@
 
 #include "segment/header.h"
 #include "segment/liveness.h"
+#include "segment/owed_keys.h"
 #include "system/divisor.h"
 #include "system/pages.h"
 
@@ -95,6 +96,7 @@ class SegmentMemory {
   char* base() const { return base_; }
   Liveness& liveness() { return liveness_; }
   LearnerPace& pace() { return pace_; }
+  OwedKeys& owed() { return owed_; }
 
   // The number of this attachment, to be set before the lock is taken. Throws OtherNamespace.
   uint32_t presence() {
@@ -153,6 +155,10 @@ class SegmentMemory {
   uint64_t* drawn_words() const { return reinterpret_cast<uint64_t*>(base_ + layout_.drawn); }
   uint64_t* pending_words() const { return reinterpret_cast<uint64_t*>(base_ + layout_.pending); }
   uint64_t* pending_summary() const { return reinterpret_cast<uint64_t*>(base_ + layout_.pending_summary); }
+  // Of a queue: who holds items, who holds that of each slot, and when it came. Guarded by the mutex.
+  char* holders() const { return base_ + layout_.holders; }
+  uint64_t* claims() const { return reinterpret_cast<uint64_t*>(base_ + layout_.claims); }
+  uint32_t* arrivals() const { return reinterpret_cast<uint32_t*>(base_ + layout_.arrivals); }
   // Guarded by the mutex.
   char* rewrite_record() const { return base_ + layout_.rewrite; }
   PriorityTree tree() const {
@@ -198,6 +204,7 @@ class SegmentMemory {
   char* base_;
   std::string text_, called_ = "the replay buffer";
   LearnerPace pace_;
+  OwedKeys owed_;
 };
 
 }  // namespace torchreplay

@@ -19,7 +19,8 @@ class Recovery {
         initial_(header_, tree_),
         drawn_(m),
         pending_(m),
-        streams_(m) {}
+        streams_(m),
+        claims_(m) {}
 
   // `grid`: of the leaves that are there, if another buffer had the same.
   void run(const PriorityTree::GridState* grid = nullptr) {
@@ -56,6 +57,7 @@ class Recovery {
       TORCHREPLAY_FAULT("recover.cursor");
     }
     Epochs(memory_).finish_begin();
+    if (is_queue()) claims_.restore();
     grid ? tree_.rebuild_in(*grid) : tree_.rebuild();
     TORCHREPLAY_FAULT("recover.summed");
     kill_fence();
@@ -210,6 +212,7 @@ class Recovery {
       uint64_t& at = memory_.at(slot);
       if (at != key1) {
         tree_.leaves()[slot] = 0;
+        if (is_queue()) claims_.begin(slot, word);
         kill_fence();
         at = key1;
       }
@@ -228,7 +231,8 @@ class Recovery {
       uint64_t& at = memory_.at(slot);
       uint64_t before;
       RowFacts row;
-      if (!at || !streams_.facts_of(slot, row) || !streams_.follows(row) || streams_.find_predecessor(row, before))
+      if (!at || !streams_.facts_of(slot, row) || !streams_.waits_for_predecessor(row) ||
+          streams_.find_predecessor(row, before))
         return;
       tree_.leaves()[slot] = 0;
       kill_fence();
@@ -242,9 +246,10 @@ class Recovery {
 
   void link(uint64_t slot) {
     RowFacts row;
-    if (!memory_.at(slot) || !streams_.facts_of(slot, row) || !streams_.follows(row)) return;
+    if (!memory_.at(slot) || !streams_.facts_of(slot, row) || !streams_.waits_for_predecessor(row)) return;
     const uint64_t before = memory_.slot_of(row.prev_key1 - 1);
-    if (memory_.at(before) == row.prev_key1) streams_.link(before, slot);
+    if (memory_.at(before) != row.prev_key1) return;
+    streams_.follows(row) ? streams_.link(before, slot) : claims_.close_stream(before);
   }
 
   // An item has a leaf exactly when it is complete. One that already had keeps it; any other gets its initial one.
@@ -252,7 +257,7 @@ class Recovery {
     std::vector<bool> complete(memory_.capacity());
     uint64_t without_leaf = 0;
     each_item([&](uint64_t anchor, float) {
-      if (is_discarded(memory_, anchor)) return;
+      if (is_discarded(memory_, anchor) || (is_queue() && !is_drawable(anchor))) return;
       complete[anchor] = true;
       without_leaf += tree_.leaf(static_cast<int64_t>(anchor)) == 0;
     });
@@ -265,11 +270,20 @@ class Recovery {
       const auto index = static_cast<int64_t>(anchor);
       if (!complete[anchor] || tree_.leaf(index) > 0) return;
       drawn_.clear(anchor);
+      if (is_queue()) claims_.arrive(anchor);
       tree_.leaves()[anchor] = initial_.of(priority);
       tree_.note_largest(index, 0);
       header_.inserted++;
       header_.completed_at = head;
     });
+  }
+
+  bool is_queue() const { return Claims::are_kept(header_); }
+
+  // Whether a complete item of a queue is one that somebody may get.
+  bool is_drawable(uint64_t anchor) const {
+    const Claim claim = claims_.of(anchor);
+    return !claim.holder() && claim.draws() < header_.sampler.max_draws;
   }
 
   // Calls visit(anchor, priority) for every complete item; NaN: none was given.
@@ -292,6 +306,7 @@ class Recovery {
   DrawnItems drawn_;
   PendingSet pending_;
   Streams streams_;
+  Claims claims_;
 };
 
 }  // namespace torchreplay

@@ -109,6 +109,7 @@ inline uint64_t settle(SegmentMemory& m) {
     word.store(slot_word::voided(slot_word::key1(was) - 1), std::memory_order_relaxed);
     dropped++;
   }
+  if (Claims::are_kept(h)) Claims(m).release_all();
   std::memset(m.pending_words(), 0, m.layout().tree - m.layout().pending);  // recovery marks what it finds
   h.pending = 0;
   Recovery(m).run();

@@ -13,6 +13,7 @@
 #include <string_view>
 #include <utility>
 
+#include "absorb/queue_room.h"
 #include "segment/limiter.h"
 #include "session/recovery.h"
 #include "system/fault.h"
@@ -252,9 +253,14 @@ inline void publish_limit(SegmentMemory& m) {
   Header& h = m.header();
   if (h.admits_by_hand.load(std::memory_order_relaxed)) return;
   const uint64_t before = h.ticket_limit.load(std::memory_order_relaxed);
-  // Half a turn, and what two writers may add to it. While rows are restored nobody looks.
-  const uint64_t unseen = h.importer ? kMaxKeys : std::max<uint64_t>(1, m.capacity() / 2);
-  Limiter(h).publish(h.absorbed, unseen, m.tree().count());
+  if (h.sampler.makes_writers_wait()) {
+    // While rows are restored nobody knows which are needed.
+    if (!h.importer) h.ticket_limit.store(std::min(kMaxKeys, QueueRoom(m).limit()), std::memory_order_relaxed);
+  } else {
+    // Half a turn, and what two writers may add to it. While rows are restored nobody looks.
+    const uint64_t unseen = h.importer ? kMaxKeys : std::max<uint64_t>(1, m.capacity() / 2);
+    Limiter(h).publish(h.absorbed, unseen, m.tree().count());
+  }
   TORCHREPLAY_FAULT("limit.published");
   if (h.ticket_limit.load(std::memory_order_relaxed) <= before) return;
   // The limit before the look for waiting writers; a writer says that it waits, and then looks at the limit.

@@ -88,6 +88,16 @@ class PriorityTree {
   // `beside`: what the caller reads next of each leaf found, beside[leaf], is fetched meanwhile.
   void find(const uint64_t* target, int n, int64_t* index, float* leaf, const uint64_t* beside = nullptr) const;
 
+  // Grid units of all leaves before that one. O(log capacity).
+  uint64_t sum_before(int64_t i) const {
+    const tree_node::Grid now = grid();
+    uint64_t sum = 0;
+    for (int64_t k = line_of(i) * tree_node::kLeaves; k < i; k++) sum += now.units(leaves_[k]);
+    int64_t child = line_of(i);
+    for (int l = 0; l < sum_levels_; l++, child >>= 3) sum += sums_[l][child];
+    return sum;
+  }
+
   // Sets `n` leaves, clamped. Of duplicate indices the last one wins. O(log capacity) each; O(capacity) in all when the
   // grid changes.
   void set(const int64_t* index, const float* leaf, int n);

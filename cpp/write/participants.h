@@ -38,6 +38,7 @@ inline int join(SegmentMemory& m, Role role) {
     entry.last_draw.store(0, std::memory_order_relaxed);
     entry.thread.store(0, std::memory_order_relaxed);
     entry.pid.store(getpid(), std::memory_order_relaxed);
+    entry.since.store(m.header().head.load(std::memory_order_acquire), std::memory_order_relaxed);
     std::atomic<uint32_t>& ids = m.header().ids;
     uint32_t highest = ids.load(std::memory_order_relaxed);
     while (highest < static_cast<uint32_t>(id) && !ids.compare_exchange_weak(highest, static_cast<uint32_t>(id))) {

@@ -29,7 +29,8 @@ class RingWriter {
       : memory_(memory),
         entry_(memory.participant(id)),
         writer_(static_cast<uint64_t>(id)),
-        gated_(gated),
+        queued_(memory.header().sampler.makes_writers_wait()),
+        gated_(gated && !queued_),
         linked_(memory.layout().view.linked()) {}
 
   // From now on it does not give way.
@@ -55,6 +56,7 @@ class RingWriter {
     const uint64_t before = written;
     const auto end = [&](Append outcome) {
       count(written - before);
+      if (written > before) wake_learners(static_cast<uint64_t>(keys[written - 1]));
       return outcome;
     };
     while (written < n) {
@@ -62,9 +64,12 @@ class RingWriter {
       if (gated_ && h.gate.is_shut(head)) return end(Append::kGated);
       if (head >= h.ticket_limit.load(std::memory_order_relaxed))
         return end(head < kMaxKeys ? Append::kLimited : Append::kSpent);
-      const uint64_t chunk = std::min(n - written, chunk_limit);
+      uint64_t chunk = std::min(n - written, chunk_limit), first = head;
       // Before the look at wake_at: a learner that waits says there what wakes it, and then looks at the head.
-      const uint64_t first = h.head.fetch_add(chunk, std::memory_order_seq_cst);
+      if (!queued_)
+        first = h.head.fetch_add(chunk, std::memory_order_seq_cst);
+      else if (!take_within_limit(h, first, chunk))
+        continue;
       TORCHREPLAY_FAULT("append.ticket");
       // Between ticket and CAS, so that "busy with my id" implies "inside my range": reclaiming needs no sweep.
       entry_.first.store(first, std::memory_order_relaxed);
@@ -89,15 +94,7 @@ class RingWriter {
       }
       if (holes >= patience) return end(Append::kStalled);
     }
-    count(written - before);
-    // A learner that waits says which ticket should wake it.
-    if (static_cast<uint64_t>(keys[n - 1]) >= h.wake_at.load(std::memory_order_seq_cst)) {
-      TORCHREPLAY_FAULT("append.wakes");
-      h.wake_at.store(kNever, std::memory_order_relaxed);
-      TORCHREPLAY_FAULT("append.woke_nobody");
-      futex_signal(h.rows_signal);
-    }
-    return Append::kDone;
+    return end(Append::kDone);
   }
 
  private:
@@ -107,11 +104,30 @@ class RingWriter {
     void commit(uint64_t, uint64_t) const {}
   };
 
+  // A learner that waits says which ticket should wake it.
+  void wake_learners(uint64_t key) {
+    Header& h = memory_.header();
+    if (key < h.wake_at.load(std::memory_order_seq_cst)) return;
+    TORCHREPLAY_FAULT("append.wakes");
+    h.wake_at.store(kNever, std::memory_order_relaxed);
+    TORCHREPLAY_FAULT("append.woke_nobody");
+    futex_signal(h.rows_signal);
+  }
+
   void count(uint64_t rows) {
     if (!rows) return;
     entry_.rows.store(entry_.rows.load(std::memory_order_relaxed) + rows, std::memory_order_relaxed);
     TORCHREPLAY_FAULT("append.counted");
     entry_.last_write.store(machine_ns(CLOCK_MONOTONIC_COARSE), std::memory_order_relaxed);
+  }
+
+  // In a queue each ticket below the limit is of a slot that no item needs, and none beyond it may be taken. Takes those
+  // from `first` on, fewer than `chunk` where the limit says so. False: another writer was faster.
+  static bool take_within_limit(Header& h, uint64_t& first, uint64_t& chunk) {
+    const uint64_t limit = h.ticket_limit.load(std::memory_order_acquire);
+    if (first >= limit) return false;
+    chunk = std::min(chunk, limit - first);
+    return h.head.compare_exchange_strong(first, first + chunk, std::memory_order_seq_cst);
   }
 
   // What became of a ticket.
@@ -154,6 +170,7 @@ class RingWriter {
   SegmentMemory& memory_;
   Participant& entry_;
   uint64_t writer_;
+  bool queued_;  // it waits for learners
   bool gated_;
   bool linked_;
 };

@@ -96,6 +96,9 @@ def test_stats_count_what_was_done_by_anyone():
         **dict.fromkeys(("size", "drawable", "inserted", "sampled", "draws", "updated", "stale_updates"), 0),
         **dict.fromkeys(("unready_updates", "redraws", "writers", "learners", "rows_written", "dropped_rows"), 0),
         evicted_unsampled=0,
+        held_items=0,
+        dropped_items=0,
+        oldest_age=-1.0,
         priority_change=0.0,
         **dict.fromkeys(
             ("staleness", "samples_per_insert", "priority_total", "priority_min", "insert_wait", "sample_wait"), 0.0

@@ -200,7 +200,7 @@ def test_stats_are_printed_by_subject_each_figure_once_and_represented_as_before
     with filled(5) as buffer:
         stats = buffer.stats()
     lines = str(stats).splitlines()
-    assert len(lines) == 7
+    assert len(lines) == 8
     assert max(map(len, lines)) <= 140
     for name in stats.as_dict():
         assert sum(f" {name} " in f"{line.replace(',', '')} " for line in lines) == 1, name

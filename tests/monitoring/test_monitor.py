@@ -39,7 +39,8 @@ class Recorder:
 
 
 def every_scalar(buffer):
-    told = {name: value for name, value in dataclasses.asdict(buffer.stats()).items() if name != "last_write_age"}
+    ages = ("last_write_age", "oldest_age")
+    told = {name: value for name, value in dataclasses.asdict(buffer.stats()).items() if name not in ages}
     return {f"replay/{name}": float(value) for name, value in told.items()}
 
 

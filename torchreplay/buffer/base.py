@@ -68,6 +68,10 @@ class EpochsOver(StopIteration):
     """A draw was bounded to epochs that are over: so is the iteration that it is of."""
 
 
+class QueueOver(StopIteration):
+    """All items of a queue are drawn, and no writer is left: so the iteration is over."""
+
+
 @dataclass(frozen=True, eq=False)
 class StreamSpec:
     """Which batches a stream hands out, and how it draws them.

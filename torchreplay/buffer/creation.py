@@ -40,7 +40,7 @@ def new_segment(
     """
     nonce = new_nonce()
     native = to_native(config.fields)
-    text, shape = config.to_text(), config.view.native()
+    text, shape = config.to_text(), config.shape()
     size, arrays = _C.segment_layout(config.capacity, native, shape, len(text.encode()))
     weighting, limits, what = config.weighting(), config.limiter.native(), config.called.removeprefix("the ")
     with nullcontext() if path is None else NewFile(path, size) as new:
@@ -68,7 +68,7 @@ def attached_segment(fd: int, nonce: int, view: View | None) -> tuple[_C.Segment
     try:
         segment = _C.Segment(fd, False, nonce, None, ReplayBatch)
         config = Config.from_text(segment.text)
-        segment.describe(to_native(config.fields), config.capacity, config.view.native())
+        segment.describe(to_native(config.fields), config.capacity, config.shape())
         segment.called = config.called
         from_native(*segment.limiter)  # which is no part of the description: it may change at any time
     except ValueError as error:

@@ -67,7 +67,7 @@ def footprint(
     """
     config = Config.of(spec, capacity, sampler, view, limiter, name)
     text = len(config.to_text().encode())
-    regions = _C.segment_regions(config.capacity, to_native(config.fields), config.view.native(), text)
+    regions = _C.segment_regions(config.capacity, to_native(config.fields), config.shape(), text)
     fields = {"/".join(path): config.capacity * field.nbytes for path, field in config.fields.items()}
     headers = config.capacity * regions["row_header"]
     structures = {

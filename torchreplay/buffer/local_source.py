@@ -14,11 +14,12 @@ from torchreplay.buffer.base import BatchSource, Pin, StreamSpec
 from torchreplay.buffer.local_sampler import LocalSampler
 from torchreplay.buffer.pending_updates import PendingUpdates
 from torchreplay.buffer.prefetch import PrefetchIterator
+from torchreplay.buffer.queue_iterator import QueueIterator
 from torchreplay.cuda.copies import DeviceCopies
 from torchreplay.cuda.pinned_memory import CudaRegistry, PageLock
 from torchreplay.cuda.staging import Staging
 from torchreplay.schema.config import Config
-from torchreplay.schema.samplers import keeps_epochs
+from torchreplay.schema.samplers import Fifo, keeps_epochs
 from torchreplay.segment.process_hooks import open_buffers
 from torchreplay.segment.waits import SLICE_NS
 
@@ -61,11 +62,12 @@ class LocalSource(LocalSampler, BatchSource):
 
     def batches(self, spec: StreamSpec) -> PrefetchIterator:
         """Returns a stream of batches; a native thread draws `prefetch` of them ahead."""
-        return PrefetchIterator(self, spec)
+        kind = QueueIterator if isinstance(self.config.sampler, Fifo) else PrefetchIterator
+        return kind(self, spec)
 
     def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
         """Returns what takes batches to a CUDA device while the learner computes; None: each is copied by itself."""
-        if pin == "off":
+        if pin == "off" or isinstance(self.config.sampler, Fifo):  # whose last batch may be shorter
             return None
         copies = DeviceCopies(device)
         if pin == "ring":

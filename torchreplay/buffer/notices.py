@@ -7,18 +7,20 @@ import warnings
 _said: set[tuple[str, int]] = set()
 
 
-def warn_of_uniform(nonce: int, called: str) -> None:
+def warn_of_ignored(nonce: int, called: str, sampler: str) -> None:
     """Warns that the TD errors that were fed back change nothing.
 
     Args:
         nonce: The buffer's identity.
         called: The buffer, in words.
+        sampler: The name of its kind.
     """
+    stays = "draws stay uniform" if sampler == "Uniform" else "the oldest items stay the first"
     text = (
-        f"TD errors are fed back to {called}, and its sampler is Uniform(), which ignores them: draws stay uniform. "
+        f"TD errors are fed back to {called}, and its sampler is {sampler}(), which ignores them: {stays}. "
         "Give the buffer sampler=tr.Prioritized(), or leave update_priorities out"
     )
-    _warn_once("uniform", nonce, text, 4)
+    _warn_once("ignored", nonce, text, 4)
 
 
 def warn_of_copies(nonce: int, called: str, batch_size: int, items: int) -> None:

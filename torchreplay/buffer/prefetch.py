@@ -73,6 +73,7 @@ class PrefetchIterator:
                 self._source.pending.apply_arrived()
             if self._staging is not None:
                 self._staging.require_own_process()
+            self._end_last()
             batch: ReplayBatch | None = None
             left = self._left
             if self._steady and (left is None or left > self._prefetch):
@@ -143,6 +144,9 @@ class PrefetchIterator:
             self._ahead.close()
             self._ahead, self._ordered, self._steady = None, 0, False
 
+    def _end_last(self) -> None:
+        """Called when another batch is asked for: whoever asks is done with the last one."""
+
     def _next_again(self) -> ReplayBatch | None:
         if self._prefetch:
             self._order()  # before it is handed out, as if it had been drawn here
@@ -209,12 +213,20 @@ class PrefetchIterator:
         if self._segment.stopped:
             raise Stopped(f"{self._source.config.called} was stopped")
         if self._ahead is None:
-            self._ahead = _C.Prefetcher(self._segment, self._batch_size, *self._last_epoch)
+            self._ahead = self._prefetcher()
         most = self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)
         while self._ordered + len(self._again) < most:
             self._ahead.order(self._next_beta(), self._spec.place())
             self._ordered += 1
         return self._ahead
+
+    def _prefetcher(self) -> _C.Prefetcher:
+        return _C.Prefetcher(self._segment, self._batch_size, *self._last_epoch)
+
+    def _check_shortage(self, shortage: Any, wait: Wait) -> None:
+        """Raises unless waiting may help, as the native core has found."""
+        self._end_if_emptied(shortage)
+        self._source.check_shortage(shortage, self._batch_size, wait)
 
     def _wait_for_batch(self, ahead: _C.Prefetcher, result: Any, waiting: type[Wait]) -> ReplayBatch:
         """Returns `result`, or if that is no batch, the one that comes; it is finished."""
@@ -237,9 +249,8 @@ class PrefetchIterator:
             if wait.expired:
                 return self._last_look(ahead, result, wait)
             if result is not None:
-                self._end_if_emptied(result)
                 heard_at = time.monotonic()
-                self._source.check_shortage(result, self._batch_size, wait)
+                self._check_shortage(result, wait)
             elif time.monotonic() - heard_at >= LOG_EVERY:
                 heard_at = time.monotonic()
                 self._segment.refresh(wait.deadline_ns, True)  # which says in the log whose the lock is
@@ -262,6 +273,6 @@ class PrefetchIterator:
             late = time.monotonic() >= until
             known = known if result is None else result
             if known is not None and (result is not None or late):
-                self._source.check_shortage(known, self._batch_size, wait)
+                self._check_shortage(known, wait)
             if late:
                 raise ReplayTimeout(f"no batch of {self._batch_size:,} within {self._timeout} s")

@@ -21,7 +21,8 @@ from torchreplay.buffer.episodes import episodes
 from torchreplay.buffer.inspection import StorageView, histograms, smallest_priority
 from torchreplay.buffer.local_sampler import LocalSampler, Missing
 from torchreplay.buffer.local_source import LocalSource
-from torchreplay.buffer.notices import warn_of_uniform
+from torchreplay.buffer.notices import warn_of_ignored
+from torchreplay.buffer.queue import Queue
 from torchreplay.buffer.rewriting import anchors, episode_key, rewriting
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Autoreset, Writer, streams_of
@@ -34,7 +35,7 @@ from torchreplay.schema.casting import cast_values
 from torchreplay.schema.config import MAX_CAPACITY, Config
 from torchreplay.schema.hindsight import Hindsight
 from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert, from_native
-from torchreplay.schema.samplers import Sampler, Schedule, Uniform, priorities_of
+from torchreplay.schema.samplers import Fifo, Sampler, Schedule, ignores_td, priorities_of
 from torchreplay.schema.spec import Spec, nest
 from torchreplay.schema.views import View
 from torchreplay.segment.delivery_log import DeliveryLog
@@ -49,7 +50,7 @@ REMOTE_BUFFER: RemoteKind[[Handle, View | None], WritableReplay] = RemoteKind()
 """Attaches a buffer of another node."""
 
 
-class ReplayBuffer(Replay):
+class ReplayBuffer(Queue, Replay):
     """A prioritized replay buffer in shared memory.
 
     Rows live in a ring of `capacity` slots; the newest overwrite the oldest. Any number of processes write and draw at
@@ -61,7 +62,8 @@ class ReplayBuffer(Replay):
         spec: Names to `Field(shape, dtype)`; dicts nest. `key`, `weight`, `probability`, `priority`, `buffer` and
             `casting` are reserved.
         capacity: Rows that fit, 1 to 2^31.
-        sampler: `Uniform()` (the default), `Uniform(replacement=False)` or `Prioritized(...)`.
+        sampler: `Uniform()` (the default), `Uniform(replacement=False)` or `Prioritized(...)`; or `Fifo(...)`, which
+            makes a queue of the buffer.
         view: How rows become items: `Rows()` (the default), every row one; `Transitions(...)`, `Sequences(...)` and
             `Hindsight(...)` link the rows of an episode.
         limiter: `MinSize(n)` or `SamplesPerInsert(...)`; None: `MinSize(1)`. Can be changed later.
@@ -110,8 +112,9 @@ class ReplayBuffer(Replay):
         self._segment, self._nonce, self._config = segment, nonce, config
         self._sampler = LocalSource(segment, nonce, config)
         self._local = threading.local()
+        self._is_queue = isinstance(config.sampler, Fifo)
         self._enough = 0  # items of the largest batch that was not larger than the items there were
-        self._ignores_td = isinstance(config.sampler, Uniform)  # and nobody was told
+        self._ignores_td = ignores_td(config.sampler)  # and nobody was told
         self._origin: Handle | None = None  # by which it was attached
 
     @classmethod
@@ -347,11 +350,15 @@ class ReplayBuffer(Replay):
         *,
         out: ReplayBatch | None = None,
         device: torch.device | str | int | None = None,
+        at_least: int | None = None,
     ) -> ReplayBatch:
         """Draws a batch, stratified; waits until the limiter admits it.
 
         Draws are with replacement, unless the sampler is `Uniform(replacement=False)`. The items are in the order of
         their slots: roughly from old to new. Shuffle them before you cut a batch into minibatches.
+
+        Of a queue it takes the oldest items that nobody has, in their order, and waits until there are so many. This
+        thread is done with what it got before, unless `Fifo(commit="manual")` says otherwise.
 
         Args:
             batch_size: Number of items, B.
@@ -362,16 +369,19 @@ class ReplayBuffer(Replay):
                 must have been run backward. What a `Hindsight` view computes are new tensors.
             device: Where the batch goes; `key` stays on the CPU. None: it stays where it is. A `ReplayDataset` hides
                 the time of the copy behind the learner's work.
+            at_least: Of a queue: a batch may be as short, if no more items are there. None: it has `batch_size`.
 
         Returns:
             The fields, each `[B, *shape]`, with `key` int64 `[B]`, `weight` and `probability` float32 `[B]`. The memory
             is the batch's own, or that of `out`, which is returned.
 
         Raises:
-            ValueError: `batch_size` is below 1 or too large, beta is negative, or a tensor of `out` does not fit; then
-                nothing is drawn. After another error `out` holds parts of items.
+            ValueError: `batch_size` is below 1 or too large, beta is negative, a tensor of `out` does not fit, or
+                `at_least` is out of range or given without a queue; then nothing is drawn. After another error `out`
+                holds parts of items.
             ReplayTimeout: The timeout passed; the text says what for, or which process holds the lock.
-            WouldBlockForever: Too few rows, and nobody is left to write more.
+            WouldBlockForever: Too few rows, and nobody is left to write more; or a queue is full, and only the waiting
+                learner itself could make room.
             Stopped: The buffer was stopped.
 
         Warns:
@@ -385,6 +395,9 @@ class ReplayBuffer(Replay):
         """
         if out is not None:
             checked_instance("out", out, ReplayBatch, "torchreplay.ReplayBatch")
+        if self._is_queue or at_least is not None:
+            batch = self._sample_queue(batch_size, beta, timeout, out, at_least)
+            return batch if device is None else batch.to(device)
         batch = self._sampler.draw(batch_size, beta, timeout, Wait, out)
         if batch_size > self._enough:
             self._enough = self._sampler.warn_of_copies(batch_size, self.num_items)
@@ -438,7 +451,7 @@ class ReplayBuffer(Replay):
                 call, or by `flush`, which say which update it was.
 
         Warns:
-            UserWarning: The sampler is `Uniform`, which ignores them. Said once.
+            UserWarning: The sampler is `Uniform` or `Fifo`, which ignores them. Said once.
 
         Example:
             >>> buffer.update_priorities(keys, [0.5, 0.5, 0.5, 0.5, 2.0])
@@ -450,7 +463,7 @@ class ReplayBuffer(Replay):
             self._sampler.update_otherwise(batch_or_keys, td, on_device)
         if self._ignores_td:
             self._ignores_td = False
-            warn_of_uniform(self._nonce, self._config.called)
+            warn_of_ignored(self._nonce, self._config.called, type(self.sampler).__name__)
 
     def flush(self) -> None:
         """Has all TD errors applied that this process has fed back; waits for those on their way from a device.
@@ -723,7 +736,9 @@ class ReplayBuffer(Replay):
     @limiter.setter
     def limiter(self, limiter: Limiter | None) -> None:
         default: Limiter = MinSize()
-        self._segment.set_limiter(checked_kind("limiter", limiter, default, (MinSize, SamplesPerInsert)).native())
+        limiter = checked_kind("limiter", limiter, default, (MinSize, SamplesPerInsert))
+        self._config.require_fits(limiter)
+        self._segment.set_limiter(limiter.native())
 
     @property
     def draws(self) -> int:

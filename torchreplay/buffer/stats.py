@@ -12,6 +12,7 @@ SUBJECTS: tuple[tuple[str, Sequence[str]], ...] = (
     ("drawn", ("sampled", "draws", "redraws", "samples_per_insert", "staleness")),
     ("fed back", ("updated", "stale_updates", "unready_updates", "priority_change")),
     ("priorities", ("priority_total", "priority_min", "priority_max")),
+    ("queue", ("held_items", "dropped_items", "oldest_age")),
     ("waits", ("insert_wait", "sample_wait", "insert_wait_share", "sample_wait_share")),
     ("running", ("writers", "learners", "stopped")),
 )
@@ -44,6 +45,10 @@ class Stats:
             average over the batches drawn ahead.
         evicted_unsampled: Items in `inserted` that were overwritten, or cleared, before they were ever drawn; items
             loaded from a checkpoint do not count.
+        held_items: Of a queue: items that somebody holds; they are in none of the other figures of what is there.
+        dropped_items: Of a queue: items that were overwritten while they were still to be drawn.
+        oldest_age: Of a queue: seconds since the oldest item that can be drawn came; -1 if there is none, and of
+            others.
         priority_change: By how much an applied TD error changed its item's leaf, up or down, on average.
         samples_per_insert: sampled / inserted, not by row written; 0 before the first insert.
         priority_total: Sum of all leaves, (|td| + eps)^alpha.
@@ -84,6 +89,9 @@ class Stats:
     redraws: int
     staleness: float
     evicted_unsampled: int
+    held_items: int
+    dropped_items: int
+    oldest_age: float
     priority_change: float
     samples_per_insert: float
     priority_total: float

@@ -8,10 +8,12 @@ from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
 
 from torchreplay import _C
 from torchreplay.buffer.final_observations import FinalObservations
+from torchreplay.buffer.jams import WriterJam
 from torchreplay.errors import ReplayTimeout, Stopped
 from torchreplay.schema.batch_plan import Roles, names_of
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import from_native
+from torchreplay.schema.samplers import Fifo
 from torchreplay.schema.spec import Path
 from torchreplay.segment.closeable import Closeable
 from torchreplay.segment.process_hooks import open_writers
@@ -56,6 +58,7 @@ class Writer(_C.Writer, Closeable):
         self._config = config
         self._num_envs = num_envs
         self._audience = Audience(segment)
+        self._jam: WriterJam | None = None
         open_writers.add(self)
 
     def end_episode(self, mask: Any = None) -> None:
@@ -132,14 +135,39 @@ class Writer(_C.Writer, Closeable):
             return
         if waited == 0:
             self._wait = Wait(self._segment, None)
+            self._jam = WriterJam(self._segment, self._config) if self._is_queue else None
         else:
-            self._wait.check_room(self._balance)
+            self._wait.check_room(self._balance, *self._advice)
+            if self._jam is not None:
+                self._jam.check(waited)
             self._look_around()
         self._wait.look()
+
+    @property
+    def _is_queue(self) -> bool:
+        return isinstance(self._config.sampler, Fifo)
+
+    @property
+    def _advice(self) -> tuple[str, str]:
+        """What to do about a wait that nobody ends, and what the writer waits for."""
+        if self._is_queue:
+            return (
+                "choose a larger capacity, or give Fifo when_full='drop_oldest'",
+                "room in the queue, which is full",
+            )
+        return (
+            "give SamplesPerInsert a tolerance with room for all rows of a call, or use MinSize",
+            "the learner to draw more, as the limiter wants it",
+        )
 
     def _balance(self) -> str:
         """Returns what was inserted and drawn, and what the limiter makes of it, for errors."""
         stats, limiter = self._segment.stats(), from_native(*self._segment.limiter)
+        if self._is_queue:
+            return (
+                f"the queue is full: {stats['drawable']:,} items wait to be drawn, {stats['held_items']:,} are held; "
+                f"size: {stats['size']:,} of {self._config.capacity:,} rows"
+            )
         return (
             f"{stats['inserted']:,} items were inserted and {stats['sampled']:,} drawn, and {limiter} says that the "
             f"learner is behind; size: {stats['size']:,} rows"

@@ -19,7 +19,7 @@ from torchreplay.checking.observation_findings import AS_IT_IS, NEXT_EPISODE, Ob
 from torchreplay.checking.observation_findings import CONSTANT as SAME_OBSERVATION
 from torchreplay.checking.pairs import Pair, Pairs
 from torchreplay.checking.value_findings import CONSTANT, action_findings, reward_findings, rewards_of
-from torchreplay.schema.samplers import Prioritized, Uniform
+from torchreplay.schema.samplers import Prioritized, ignores_td
 from torchreplay.schema.spec import Path
 
 OTHER_SCALE: Final = 10.0
@@ -54,7 +54,7 @@ END_INVENTED: Final = (
 )
 BEYOND_END: Final = "env.step is called after the episode's end: call env.reset, and begin the next episode with it"
 IGNORED: Final = (
-    "TD errors are fed back to a buffer whose sampler is Uniform(), which ignores them. Give it "
+    "TD errors are fed back to a buffer whose sampler ignores them, as Uniform() and Fifo() do. Give it "
     "sampler=tr.Prioritized(), or leave update_priorities out"
 )
 OTHER_AUTORESET: Final = (
@@ -288,7 +288,7 @@ class LoopCheck:
             if len(values) >= CONSTANT and len(told) > 1 and np.ptp(values) <= 1e-9 * max(1.0, values.max()):
                 text = f"every {kind} is {values[0]:.3g}: all items are drawn alike. Give |TD error| of each item"
                 self._note(told[0][0], text, len(told))
-        if isinstance(self._buffer.sampler, Uniform) and self._recording.updates:
+        if ignores_td(self._buffer.sampler) and self._recording.updates:
             self._note(self._recording.updates[0][0], IGNORED, len(self._recording.updates))
         if isinstance(self._buffer.sampler, Prioritized) and self._recording.samples and not self._recording.updates:
             text = (

@@ -139,7 +139,8 @@ def _head(findings: Findings, width: int) -> Text:
     pid, program = buffer.owner(now)
     rows, share = buffer.fill(now), buffer.fill(now) / buffer.capacity
     sampler = buffer.config.sampler
-    drawn = f"Prioritized(alpha={sampler.alpha:g})" if isinstance(sampler, Prioritized) else "Uniform()"
+    alpha = f"alpha={sampler.alpha:g}" if isinstance(sampler, Prioritized) else ""
+    drawn = f"{type(sampler).__name__}({alpha})"
     made_of = [
         f"process {pid}",
         program,

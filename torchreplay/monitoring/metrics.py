@@ -35,6 +35,7 @@ COUNTERS: Final = {
     "evicted_unsampled": "items overwritten before they were ever drawn",
     "rows_written": "keys given to writers",
     "dropped_rows": "rows that were being written when all processes had died",
+    "dropped_items": "items of a queue that were overwritten while they were still to be drawn",
     "insert_wait": "seconds that writers waited",
     "sample_wait": "seconds that learners waited for rows",
 }
@@ -51,6 +52,8 @@ GAUGES: Final = {
     "priority_max": "largest raw priority seen",
     "writers": "writers alive",
     "learners": "learners alive",
+    "held_items": "items of a queue that somebody holds",
+    "oldest_age": "seconds since the oldest item of a queue came, of those that can be drawn",
     "last_write_age": "seconds since a writer last wrote",
     "insert_wait_share": "share of the last 10 to 20 seconds that a writer waited",
     "sample_wait_share": "share of the last 10 to 20 seconds that a learner waited for rows",
@@ -70,14 +73,15 @@ class Scalars:
         """Returns the statistics of a buffer, and what is logged of them by name.
 
         The names are those of `Stats`, and `<counter>_per_second` since the look before. What is not finite is left
-        out. So is `last_write_age` before the first write.
+        out. So is an age of what never was.
         """
         stats = replay.stats()
         told = stats.as_dict()
         values = {name: float(value) for name, value in told.items()}
         values |= self._rates(told)
-        if values.get("last_write_age", 0.0) < 0:
-            del values["last_write_age"]
+        for age in ("last_write_age", "oldest_age"):
+            if values[age] < 0:
+                del values[age]
         return stats, {name: value for name, value in values.items() if math.isfinite(value)}
 
     def forget(self) -> None:

@@ -17,6 +17,8 @@ from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert
 from torchreplay.schema.samplers import (
     INITIALS,
     NORMALIZATIONS,
+    SAMPLERS,
+    Fifo,
     LinearSchedule,
     Prioritized,
     Sampler,
@@ -34,7 +36,7 @@ MAX_CAPACITY = 1 << 31
 MAX_OF_EPOCHS = 1 << 30
 """Rows of a buffer that is drawn from without replacement."""
 ROLES: dict[str, tuple[Any, ...]] = {
-    "sampler": (Uniform, Prioritized),
+    "sampler": SAMPLERS,
     "view": VIEWS,
     "limiter": (MinSize, SamplesPerInsert),
 }
@@ -82,7 +84,7 @@ class Config:
         return cls(
             checked_int("capacity", capacity, 1, MAX_CAPACITY),
             flatten(spec),
-            checked_kind("sampler", sampler, default_sampler, (Uniform, Prioritized)),
+            checked_kind("sampler", sampler, default_sampler, SAMPLERS),
             checked_kind("view", view, default_view, VIEWS),
             checked_kind("limiter", limiter, default_limiter, (MinSize, SamplesPerInsert)),
             name=checked_name("name", name),
@@ -130,6 +132,28 @@ class Config:
         self.view.roles(self.fields)
         if keeps_epochs(self.sampler) and self.capacity > MAX_OF_EPOCHS:
             raise ValueError(f"capacity is {self.capacity}: draws without replacement take at most {MAX_OF_EPOCHS:,}")
+        if isinstance(self.sampler, Fifo):
+            if isinstance(self.view, Hindsight):
+                raise ValueError(
+                    f"sampler is {self.sampler} and view is {self.view}, which takes goals from rows that a queue no "
+                    f"longer needs; expected Rows(), Transitions(...) or Sequences(...)"
+                )
+            self.require_fits(self.limiter)
+
+    def require_fits(self, limiter: Limiter) -> None:
+        """Raises ValueError for a limiter that contradicts the sampler."""
+        if not isinstance(self.sampler, Fifo):
+            return
+        if not isinstance(limiter, MinSize):
+            raise ValueError(
+                f"limiter is {limiter} and sampler is {self.sampler}: a queue hands every item out max_draws times, "
+                f"and its writers wait when it is full; leave limiter out, or give MinSize(n)"
+            )
+        if self.sampler.when_full == "wait" and limiter.min_size > self.capacity:
+            raise ValueError(
+                f"limiter is {limiter} and capacity is {self.capacity}: the queue is full before the first draw, and "
+                f"its writers wait for ever; give a larger capacity, or a smaller min_size"
+            )
 
     @property
     def called(self) -> str:
@@ -159,7 +183,7 @@ class Config:
         config = replace(self, view=self._view_of_rows(view), capacity=most)
         if sampler is None:
             return config.with_schedule(None)
-        sampler = checked_kind("sampler", sampler, self.sampler, (Uniform, Prioritized))
+        sampler = checked_kind("sampler", sampler, self.sampler, SAMPLERS)
         return replace(config, sampler=sampler, lost_schedule=False)
 
     def _view_of_rows(self, view: View | None) -> View:
@@ -232,14 +256,29 @@ class Config:
         plan = self.view.plan(self.fields)
         return self.fields if plan is None else plan.outputs
 
-    def weighting(self) -> tuple[bool, int, float, float, int, float, bool]:
-        """Returns (prioritized, normalization, alpha, eps, initial, its number, epochs) for the native core."""
+    def shape(self) -> tuple[int, ...]:
+        """Returns how rows become items, and whether it is known who holds them, for the native core."""
+        return *self.view.native(), int(isinstance(self.sampler, Fifo))
+
+    def weighting(self) -> tuple[bool, int, float, float, int, float, bool, bool, bool, int, int]:
+        """Returns what the native core has to know of the sampler.
+
+        Returns:
+            (prioritized, normalization, alpha, eps, initial, its number, epochs, queue, drop_oldest, max_draws, window
+            in rows).
+        """
         sampler = self.sampler
+        if isinstance(sampler, Fifo):
+            rows = 0 if sampler.window is None else max(1, int(sampler.window * self.capacity))
+            queue = True, sampler.when_full == "drop_oldest", sampler.max_draws, rows
+            return False, 0, 1.0, 0.0, 0, 1.0, False, *queue
+        no_queue = False, False, 0, 0
         if not isinstance(sampler, Prioritized):
-            return False, 0, 1.0, 0.0, 0, 1.0, keeps_epochs(sampler)
+            return False, 0, 1.0, 0.0, 0, 1.0, keeps_epochs(sampler), *no_queue
         named = isinstance(sampler.initial, str)
         initial = (INITIALS.index(sampler.initial), 1.0) if named else (len(INITIALS), float(sampler.initial))
-        return True, NORMALIZATIONS.index(sampler.weights), float(sampler.alpha), float(sampler.eps), *initial, False
+        weights = NORMALIZATIONS.index(sampler.weights)
+        return True, weights, float(sampler.alpha), float(sampler.eps), *initial, False, *no_queue
 
 
 def _describe(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 import torch
 
@@ -168,7 +168,79 @@ class Prioritized:
             raise ValueError(f"initial is {self.initial}: expected a number from 0 to {LARGEST_PRIORITY:.3g}")
 
 
-Sampler: TypeAlias = Uniform | Prioritized
+WhenFull: TypeAlias = Literal["wait", "drop_oldest"]
+WHEN_FULL: tuple[WhenFull, ...] = get_args(WhenFull)
+Commit: TypeAlias = Literal["next", "manual"]
+COMMITS: tuple[Commit, ...] = get_args(Commit)
+
+MOST_DRAWS = (1 << 16) - 2
+"""How often a queue hands an item out, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fifo:
+    """A queue: the oldest items first, each handed out `max_draws` times in all. Nobody's death loses one.
+
+    The order is that of the keys of the items' anchors. An item that is not complete is passed over, and is the first
+    one as soon as it is. Who gets an item *holds* it: nobody else gets it. When the process is done with it, it leaves.
+    If the process dies before, the item is in its old place again. So every item is used at least once, and exactly
+    once where nobody dies. All weights and probabilities are 1; TD errors are checked, then ignored::
+
+        queue = tr.ReplayBuffer(spec, 10_000, sampler=tr.Fifo())
+        for batch in tr.ReplayDataset(queue, 64):  # ends when no writer is left and all is drawn
+            train(batch)
+
+    An iteration, and a thread that calls `sample`, is a *loop*: it is done with its last batch when it asks for the
+    next one. An iteration is also done with it when it is closed. What is drawn ahead, and never asked for, goes back.
+    What is held when the buffer is closed goes back, too.
+
+    Args:
+        max_draws: How often an item is handed out, 1 to 65,534. One that is to come again is in its old place once the
+            draw before is done.
+        when_full: `"wait"`: writers wait while their next slot holds a row that an item still needs. Rows of unfinished
+            episodes count, as long as their writer lives. `"drop_oldest"`: they overwrite what is not drawn;
+            `stats().dropped_items` counts it.
+        commit: `"next"`: as above. `"manual"`: only `buffer.commit()` ends what is held, such as when the model is
+            saved. After a crash all items since then come again, in the same order. The capacity must hold them.
+        window: Share of the capacity by which an item may overtake older ones that are not complete yet, above 0 and at
+            most 1. Items further ahead wait. None: any.
+
+    Raises:
+        ValueError: An argument is of the wrong kind, out of range or unknown.
+
+    Example:
+        >>> queue = tr.ReplayBuffer({"obs": tr.Field()}, capacity=100, sampler=tr.Fifo())
+        >>> keys = queue.extend(obs=torch.arange(6.0))
+        >>> queue.sample(4)["obs"]
+        tensor([0., 1., 2., 3.])
+        >>> queue.sample(4, at_least=1)["obs"]
+        tensor([4., 5.])
+    """
+
+    beta: ClassVar[float] = 0.0
+
+    max_draws: int = 1
+    when_full: WhenFull = "wait"
+    commit: Commit = "next"
+    window: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_draws", checked_int("max_draws", self.max_draws, 1, MOST_DRAWS))
+        checked_choice("when_full", self.when_full, WHEN_FULL)
+        checked_choice("commit", self.commit, COMMITS)
+        if self.window is not None:
+            as_floats(self, "window")
+            if not 0 < self.window <= 1:
+                raise ValueError(f"window is {self.window}: expected a share of the capacity, above 0 and at most 1")
+
+
+Sampler: TypeAlias = Uniform | Prioritized | Fifo
+SAMPLERS: tuple[type[Sampler], ...] = (Uniform, Prioritized, Fifo)
+
+
+def ignores_td(sampler: Sampler) -> bool:
+    """Returns whether TD errors change nothing."""
+    return not isinstance(sampler, Prioritized)
 
 
 def priorities_of(leaves: torch.Tensor, sampler: Sampler) -> torch.Tensor:
@@ -176,11 +248,11 @@ def priorities_of(leaves: torch.Tensor, sampler: Sampler) -> torch.Tensor:
 
     Args:
         leaves: float64, positive.
-        sampler: The buffer's. Under `Uniform()`, and with an alpha of 0, every priority counts as 1.
+        sampler: The buffer's. Where it ignores TD errors, and with an alpha of 0, every priority counts as 1.
 
     Returns:
         float64, from 0 to the largest float32.
     """
-    if isinstance(sampler, Uniform) or not sampler.alpha:
+    if not isinstance(sampler, Prioritized) or not sampler.alpha:
         return torch.ones_like(leaves)
     return (leaves ** (1.0 / sampler.alpha) - sampler.eps).clamp(0.0, LARGEST_PRIORITY)

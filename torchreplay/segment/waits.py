@@ -191,16 +191,20 @@ class Wait:
             reason = f"no writer has come in {waited:.0f} s: did the explorers fail to start?"
         else:
             return
-        raise WouldBlockForever(
+        error = WouldBlockForever(
             f"sample(){self._of()} would wait for ever: {figures}; {reason}. Write more rows, start explorers, or ask "
             f"less of the limiter; buffer.expect_writers() says that writers will come"
         )
+        error.no_writer = True
+        raise error
 
-    def check_room(self, balance: Callable[[], str]) -> None:
+    def check_room(self, balance: Callable[[], str], advice: str, missing: str) -> None:
         """Gives up a wait for a learner that cannot come; a long one is logged.
 
         Args:
-            balance: Says what was inserted and drawn, and what the limiter concludes.
+            balance: Says what was inserted and drawn, and what follows from it.
+            advice: What else to do, after "Draw more batches between appends".
+            missing: What the writer waits for.
 
         Raises:
             Stopped: The buffer was stopped.
@@ -216,13 +220,12 @@ class Wait:
                 nobody = "there is no other thread and no other process to draw"
             raise WouldBlockForever(
                 f"append(){self._of()} would wait for ever: {balance()}; writers alive: {census['writers']}, last "
-                f"write: {_ago(census['since_write'])}; {nobody}. Draw more batches between appends, give "
-                f"SamplesPerInsert a tolerance with room for all rows of a call, or use MinSize"
+                f"write: {_ago(census['since_write'])}; {nobody}. Draw more batches between appends, {advice}"
             )
         figures = f"learners alive: {census['learners']}"
         if census["learners"] and not census["others_learning"]:
             figures += ", which is this thread itself: it waits for itself, unless another comes. Draw between appends"
-        self._tell("the learner to draw more, as the limiter wants it", figures)
+        self._tell(missing, figures)
 
 
 Listener: TypeAlias = Literal["owners", "learners", "supervisors"]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from torchreplay.buffer.base import Replay
 from torchreplay.buffer.local_sampler import MISSING, Missing, require_all
-from torchreplay.buffer.notices import warn_of_uniform
+from torchreplay.buffer.notices import warn_of_ignored
 from torchreplay.buffer.rewriting import episode_key, rewriting
 from torchreplay.buffer.writer import Autoreset
 from torchreplay.checkpoint.directory import with_description
@@ -42,7 +42,7 @@ from torchreplay.ray.sharded.writing import Expectation, buffer_to_write_to
 from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert
-from torchreplay.schema.samplers import Sampler, Schedule, Uniform, keeps_epochs
+from torchreplay.schema.samplers import Fifo, Sampler, Schedule, ignores_td, keeps_epochs
 from torchreplay.schema.spec import Spec
 from torchreplay.schema.views import View
 from torchreplay.segment.handle import new_nonce
@@ -114,6 +114,11 @@ class ShardedReplay(Replay):
                 f"sampler is {config.sampler}: each shard would keep epochs of its own; expected Uniform() or "
                 f"Prioritized(), or one ReplayBuffer"
             )
+        if isinstance(config.sampler, Fifo):
+            raise ValueError(
+                f"sampler is {config.sampler}: each shard would be a queue of its own, in its own order; expected "
+                f"Uniform() or Prioritized(), or one ReplayBuffer"
+            )
         self._owned = make_coordinator(nonce, config, capacities, nodes, anywhere, seed)
         try:
             self._init_state(nonce, seed, config, sum(capacities), len(nodes))
@@ -123,7 +128,7 @@ class ShardedReplay(Replay):
 
     def _init_state(self, nonce: int, seed: int, config: Config, capacity: int, count: int) -> None:
         self._nonce, self._config = nonce, config
-        self._ignores_td = isinstance(config.sampler, Uniform)  # and nobody was told
+        self._ignores_td = ignores_td(config.sampler)  # and nobody was told
         self._capacity, self._count = capacity, count
         self._shards = ShardClient(coordinator_name(nonce), config.called)
         self._feedback = ShardFeedback(self._shards, nonce)
@@ -291,7 +296,7 @@ class ShardedReplay(Replay):
         self._feedback.send(batch_or_keys, td)
         if self._ignores_td:
             self._ignores_td = False
-            warn_of_uniform(self._nonce, self._config.called)
+            warn_of_ignored(self._nonce, self._config.called, type(self.sampler).__name__)
 
     def flush(self) -> None:
         """Waits until all TD errors fed back by this process have been applied, or counted as lost.

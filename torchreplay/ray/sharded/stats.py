@@ -18,6 +18,7 @@ from torchreplay.schema.samplers import Uniform
 
 SUMS: tuple[str, ...] = ("size", "nbytes", "drawable", "updated", "stale_updates", "unready_updates", "redraws")
 SUMS += ("evicted_unsampled", "priority_total", "writers", "rows_written", "dropped_rows", "insert_wait")
+SUMS += ("held_items", "dropped_items")
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ def summed(
         priority_min=min(smallest, default=0.0),
         priority_max=max((stats.priority_max for stats in each), default=1.0),
         last_write_age=min(ages, default=-1.0),
+        oldest_age=-1.0,
         stopped=table.stopped or any(stats.stopped for stats in each),
         shards=tuple(ShardStats(number, table.entries[number].node, told[number]) for number in sorted(told)),
         shards_missing=count - len(told),

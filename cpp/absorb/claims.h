@@ -1,0 +1,249 @@
+// Who holds which items of a queue, and how often each was handed out. Runs under the segment's mutex.
+#pragma once
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "absorb/dirty_scope.h"
+#include "segment/row_facts.h"
+#include "segment/segment_memory.h"
+#include "system/clock.h"
+
+namespace torchreplay {
+
+// What is known of the row in a slot, in one word: each change is one store.
+struct Claim {
+  static constexpr uint64_t kMostDraws = 0xffff;
+
+  uint64_t word = 0;  // holder << 32 | closed << 31 | writer << 16 | draws
+
+  // Of a row whose word is that. Who wrote it is not known any more when it was rewritten or loaded: 0.
+  static Claim of_row(uint64_t row) {
+    const uint64_t writer = slot_word::writer(row);
+    return {writer < kMaxParticipants ? writer << 16 : 0};
+  }
+
+  // The presence of the process that has its item; 0: nobody has.
+  uint32_t holder() const { return static_cast<uint32_t>(word >> 32); }
+  uint64_t draws() const { return word & kMostDraws; }  // that are done; kMostDraws: there will be none
+  uint64_t writer() const { return word >> 16 & 0x7fff; }
+  bool closed() const { return word >> 31 & 1; }  // its stream does not go on after it
+
+  bool is_untouched() const { return holder() == 0 && draws() == 0; }
+
+  Claim held_by(uint32_t presence) const { return {(word & 0xffffffff) | uint64_t{presence} << 32}; }
+  Claim free() const { return {word & 0xffffffff}; }
+  Claim with_draws(uint64_t n) const { return {(word & ~kMostDraws) | n}; }
+  Claim closing() const { return {word | uint64_t{1} << 31}; }
+};
+
+// A process that holds items. An entry with none is free.
+struct ItemHolder {
+  uint32_t presence;
+  int32_t pid;
+  uint64_t items;
+};
+static_assert(sizeof(ItemHolder) == kHolderBytes);
+
+// An item that somebody holds, or that was handed out as often as it may be, has a leaf of 0, as one that is not
+// complete has. A holder's death is seen by its presence, whose lock comes free. Then its items are in their places
+// again.
+class Claims {
+ public:
+  explicit Claims(SegmentMemory& m)
+      : memory_(m), header_(m.header()), tree_(m.tree()), words_(m.claims()), holders_(holders_of(m)) {}
+
+  static bool are_kept(const Header& h) { return h.sampler.queue != 0; }
+
+  Claim of(uint64_t slot) const { return {words_[slot]}; }
+
+  // For those who absorb rows. Their changes of leaves, and what follows from them, are their own.
+
+  // A row is there, whose word is that.
+  void begin(uint64_t slot, uint64_t row) { words_[slot] = Claim::of_row(row).word; }
+
+  // Its item, which is to be drawn, was so often.
+  void set_draws(uint64_t slot, uint64_t n) { words_[slot] = of(slot).with_draws(n).word; }
+
+  // The item anchored there can be drawn for the first time.
+  void arrive(uint64_t slot) { memory_.arrivals()[slot] = millis(); }
+
+  // The stream does not go on after the row.
+  void close_stream(uint64_t slot) { words_[slot] = of(slot).closing().word; }
+
+  // The item anchored there lacks a row from now on: who holds it may go on, and nobody gets it again.
+  void end_item(uint64_t slot) { words_[slot] = of(slot).with_draws(Claim::kMostDraws).word; }
+
+  // The row is gone.
+  void end_row(uint64_t slot) {
+    forget_holding(of(slot).holder());
+    TORCHREPLAY_FAULT("claims.row_ended");
+    words_[slot] = 0;
+  }
+
+  // For those who draw
+
+  // The process of that presence has the items, all of which could be drawn, in slots that ascend.
+  void take(const int64_t* slots, int n, uint32_t presence) {
+    if (n == 0) return;
+    const DirtyScope dirty(header_, Dirty::kTree);
+    ItemHolder& own = entry_of(presence);
+    for (int k = 0; k < n; k++) {
+      words_[slots[k]] = of(static_cast<uint64_t>(slots[k])).held_by(presence).word;
+      TORCHREPLAY_FAULT("claims.held");
+    }
+    own.items += static_cast<uint64_t>(n);
+    header_.held += static_cast<uint64_t>(n);
+    was_.assign(static_cast<size_t>(n), 1);
+    now_.assign(static_cast<size_t>(n), 0);
+    tree_.replace_sorted(slots, was_.data(), now_.data(), n);
+    TORCHREPLAY_FAULT("claims.taken");
+  }
+
+  // The process is done with those of the items that it holds. Returns how many these are.
+  uint64_t commit(const std::vector<int64_t>& keys, uint32_t presence) {
+    return let_go(keys, presence, [](Claim c) { return c.draws() + 1; });
+  }
+
+  // Those of the items that it holds are in their places again. Returns how many these are.
+  uint64_t release(const std::vector<int64_t>& keys, uint32_t presence) {
+    return let_go(keys, presence, [](Claim c) { return c.draws(); });
+  }
+
+  // The same for all that it holds. O(capacity).
+  void release_all_of(uint32_t presence) {
+    std::vector<int64_t> keys;
+    for (uint64_t slot = 0; slot < memory_.capacity(); slot++)
+      if (of(slot).holder() == presence) keys.push_back(static_cast<int64_t>(memory_.at(slot)) - 1);
+    release(keys, presence);
+  }
+
+  // What the dead hold is in its place again. A system call for each other holder, and O(capacity) for each that died.
+  void release_from_the_dead() {
+    if (header_.held == 0) return;
+    for (uint32_t i = 0; i < header_.holders; i++) {
+      const ItemHolder& h = holders_[i];
+      if (!h.items || memory_.liveness().present(h.presence)) continue;
+      TORCHREPLAY_FAULT("claims.found_dead");
+      release_all_of(h.presence);
+      TORCHREPLAY_FAULT("claims.dead_released");
+    }
+  }
+
+  // The processes that hold items.
+  std::vector<ItemHolder> holders() const {
+    std::vector<ItemHolder> found;
+    std::copy_if(holders_, holders_ + header_.holders, std::back_inserter(found),
+                 [](const ItemHolder& h) { return h.items > 0; });
+    return found;
+  }
+
+  // Milliseconds since the item came, which is there.
+  uint32_t age(uint64_t slot) const { return millis() - memory_.arrivals()[slot]; }
+
+  // Leaves and counts that follow from the claims, after a death in the midst. Sums are left to be computed. O(capacity).
+  void restore() {
+    for (uint32_t i = 0; i < std::min<uint32_t>(header_.holders, kMaxParticipants); i++) holders_[i].items = 0;
+    header_.held = 0;
+    for (uint64_t slot = 0; slot < memory_.capacity(); slot++) {
+      if (!memory_.at(slot)) words_[slot] = 0;
+      const Claim claim = of(slot);
+      if (claim.holder()) {
+        entry_of(claim.holder()).items++;
+        header_.held++;
+      }
+      if (claim.holder() || claim.draws() >= header_.sampler.max_draws) tree_.leaves()[slot] = 0;
+    }
+    TORCHREPLAY_FAULT("claims.restored");
+  }
+
+  // Nobody of before is there any more. O(capacity).
+  void release_all() {
+    for (uint64_t slot = 0; slot < memory_.capacity(); slot++) {
+      const Claim claim = of(slot);
+      if (!claim.holder()) continue;
+      if (may_come_again(slot, claim.draws())) tree_.leaves()[slot] = 1;
+      words_[slot] = claim.free().word;
+    }
+    header_.held = header_.holders = 0;
+  }
+
+ private:
+  static ItemHolder* holders_of(SegmentMemory& m) { return reinterpret_cast<ItemHolder*>(m.holders()); }
+
+  static uint32_t millis() { return static_cast<uint32_t>(machine_ns(CLOCK_MONOTONIC_COARSE) / 1'000'000); }
+
+  bool may_come_again(uint64_t slot, uint64_t draws) const {
+    return draws < header_.sampler.max_draws && !is_discarded(memory_, slot);
+  }
+
+  // The leaf first: after a death between the two the item still is its holder's.
+  template <class Draws>
+  uint64_t let_go(const std::vector<int64_t>& keys, uint32_t presence, const Draws& draws_of) {
+    if (keys.empty()) return 0;
+    const DirtyScope dirty(header_, Dirty::kTree);
+    uint64_t n = 0;
+    index_.clear();
+    for (const int64_t key : keys) {
+      const uint64_t slot = memory_.slot_of(static_cast<uint64_t>(key));
+      const Claim claim = of(slot);
+      if (memory_.at(slot) != static_cast<uint64_t>(key) + 1 || claim.holder() != presence) continue;
+      n++;
+      const uint64_t draws = std::min(draws_of(claim), Claim::kMostDraws);
+      if (may_come_again(slot, draws)) {
+        tree_.leaves()[slot] = 1;
+        index_.push_back(static_cast<int64_t>(slot));
+        TORCHREPLAY_FAULT("claims.back");
+      }
+      kill_fence();
+      words_[slot] = claim.with_draws(draws).free().word;
+      TORCHREPLAY_FAULT("claims.let_go");
+    }
+    if (n) {
+      entry_of(presence).items -= n;
+      header_.held -= n;
+    }
+    std::ranges::sort(index_);
+    was_.assign(index_.size(), 0);
+    now_.assign(index_.size(), 1);
+    if (!index_.empty()) tree_.replace_sorted(index_.data(), was_.data(), now_.data(), static_cast<int>(index_.size()));
+    TORCHREPLAY_FAULT("claims.all_let_go");
+    return n;
+  }
+
+  void forget_holding(uint32_t presence) {
+    if (!presence) return;
+    entry_of(presence).items--;
+    header_.held--;
+  }
+
+  // That of the process; where it has none, a free one becomes its own.
+  ItemHolder& entry_of(uint32_t presence) {
+    ItemHolder* unused = nullptr;
+    for (uint32_t i = 0; i < header_.holders; i++) {
+      if (holders_[i].presence == presence) return holders_[i];
+      if (!holders_[i].items && !unused) unused = &holders_[i];
+    }
+    if (!unused) {
+      if (header_.holders >= static_cast<uint32_t>(kMaxParticipants))
+        throw std::runtime_error("more than " + std::to_string(kMaxParticipants) + " processes hold items of the queue");
+      unused = &holders_[header_.holders];
+      *unused = {};
+      header_.holders++;
+    }
+    *unused = {presence, memory_.liveness().has_presence() && memory_.presence() == presence ? getpid() : 0, 0};
+    return *unused;
+  }
+
+  SegmentMemory& memory_;
+  Header& header_;
+  PriorityTree tree_;
+  uint64_t* words_;
+  ItemHolder* holders_;
+  std::vector<int64_t> index_;
+  std::vector<float> was_, now_;
+};
+
+}  // namespace torchreplay

@@ -1,0 +1,161 @@
+// How far the writers of a queue may go: as far as no row is overwritten that an item still needs. Runs under the
+// segment's mutex.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "absorb/absorber.h"
+#include "absorb/streams.h"
+
+namespace torchreplay {
+
+// Why a row is needed, or is not.
+enum class Need : uint32_t {
+  kNone,
+  kToDraw,      // its item is still to be drawn
+  kHeld,        // somebody has its item
+  kUnfinished,  // its item may still be completed
+  kUnwritten,   // it is being written, or may be
+};
+
+class QueueRoom {
+ public:
+  explicit QueueRoom(SegmentMemory& m)
+      : memory_(m), header_(m.header()), view_(m.layout().view), tree_(m.tree()), claims_(m), streams_(m) {}
+
+  // The ticket up to which writers may go. O(rows that are needed no more since the last call, and steps of an item).
+  // Where they have no room it looks harder: for writers that died, and tickets that nobody has begun to write.
+  uint64_t limit() {
+    const bool hard =
+        header_.head.load(std::memory_order_relaxed) >= header_.ticket_limit.load(std::memory_order_relaxed);
+    uint64_t& from = header_.needed_from;
+    if (header_.absorbed > memory_.capacity()) from = std::max(from, header_.absorbed - memory_.capacity());
+    advance(from, hard, [](Need need) { return need == Need::kNone; });
+    TORCHREPLAY_FAULT("room.needed");
+    return from + memory_.capacity();
+  }
+
+  // The key below which each row is in a complete item, or will never be in one.
+  uint64_t settled_below() {
+    uint64_t& below = header_.settled_below;
+    below = std::max(below, header_.needed_from);
+    advance(below, true, [](Need need) { return need == Need::kNone || need == Need::kToDraw || need == Need::kHeld; });
+    return below;
+  }
+
+  // Why the row with the lowest key that is needed is so.
+  Need oldest_need() { return header_.needed_from < header_.absorbed ? need_of(header_.needed_from, true) : Need::kNone; }
+
+  // Streams that may go on. O(capacity).
+  uint64_t open_streams() {
+    uint64_t n = 0;
+    for (uint64_t slot = 0; slot < memory_.capacity(); slot++)
+      n += view_.linked() && memory_.at(slot) && streams_.next(slot) == kNoSlot && !ends(slot) && goes_on(slot, true);
+    return n;
+  }
+
+ private:
+  // Goes on from row to row while `passes` says so of their needs. A writer may have completed an item, left, and died
+  // since the last absorption. So a death counts only when all has been absorbed after it was seen.
+  template <class Passes>
+  void advance(uint64_t& key, bool hard, const Passes& passes) {
+    for (;;) {
+      while (key < header_.absorbed && passes(need_of(key, hard))) key++;
+      if (!seen_dead_) return;
+      TORCHREPLAY_FAULT("room.seen_dead");
+      const uint64_t head = header_.head.load(std::memory_order_acquire);
+      Absorber absorber(memory_);
+      while (!absorber.step(head)) {
+      }
+      confirmed_dead_ = std::exchange(seen_dead_, 0);
+    }
+  }
+
+  Need need_of(uint64_t key, bool hard) {
+    const uint64_t slot = memory_.slot_of(key), at = memory_.at(slot);
+    if (at == key + 1) return need_of_row(slot, key, hard);
+    if (at > key + 1) return Need::kNone;
+    std::atomic<uint64_t>& row = memory_.row(slot).word;
+    uint64_t word = row.load(std::memory_order_acquire);
+    if (slot_word::key1(word) > key + 1) return Need::kNone;
+    if (slot_word::key1(word) == key + 1)
+      return slot_word::is_busy(word) || slot_word::is_row(word) ? Need::kUnwritten : Need::kNone;
+    // Its writer has not taken the slot, or died before. If the slot is void that one takes another ticket.
+    if (!hard || slot_word::is_busy(word)) return Need::kUnwritten;
+    TORCHREPLAY_FAULT("room.unwritten");
+    return row.compare_exchange_strong(word, slot_word::voided(key), std::memory_order_acq_rel,
+                                       std::memory_order_relaxed)
+               ? Need::kNone
+               : Need::kUnwritten;
+  }
+
+  // Items need rows before their anchor, too, as far as `history` says.
+  Need need_of_row(uint64_t slot, uint64_t key, bool hard) {
+    Need need = need_of_anchor(slot, key, hard);
+    for (uint32_t k = 0; need == Need::kNone && k < view_.history; k++) {
+      slot = streams_.next(slot);
+      if (slot == kNoSlot) break;
+      need = need_of_anchor(slot, memory_.at(slot) - 1, hard);
+    }
+    return need;
+  }
+
+  Need need_of_anchor(uint64_t slot, uint64_t key, bool hard) {
+    if (tree_.leaf(static_cast<int64_t>(slot)) > 0) return Need::kToDraw;
+    const Claim claim = claims_.of(slot);
+    if (claim.holder()) return Need::kHeld;
+    return claim.draws() == 0 && view_.linked() && may_be_completed(slot, key, hard) ? Need::kUnfinished : Need::kNone;
+  }
+
+  bool may_be_completed(uint64_t slot, uint64_t key, bool hard) {
+    RowFacts row;
+    if (!streams_.facts_of(slot, row) || !streams_.is_anchor(row.step) || is_discarded(memory_, slot)) return false;
+    uint64_t last = slot;
+    uint32_t steps = 0;
+    if (header_.unfinished_key == key && memory_.at(header_.unfinished_last) == header_.unfinished_last_key1) {
+      last = header_.unfinished_last;  // as far as the last look came
+      steps = header_.unfinished_steps;
+    }
+    for (;; steps++) {
+      if (ends(last)) return false;
+      const uint64_t next = streams_.next(last);
+      if (next == kNoSlot || steps == view_.span) break;
+      last = next;
+    }
+    header_.unfinished_key = key;
+    header_.unfinished_last = last;
+    header_.unfinished_last_key1 = memory_.at(last);
+    header_.unfinished_steps = steps;
+    return steps < view_.span && goes_on(last, hard);
+  }
+
+  bool ends(uint64_t slot) {
+    RowFacts row;
+    return !view_.across && streams_.facts_of(slot, row) && (row.flags & kEnds);
+  }
+
+  // Whether the stream may go on after its last row.
+  bool goes_on(uint64_t last, bool hard) {
+    const Claim claim = claims_.of(last);
+    if (claim.closed() || !claim.writer()) return false;
+    if (!hard) return true;
+    const Participant& writer = memory_.participant(static_cast<int>(claim.writer()));
+    const bool lives = memory_.at(last) > writer.since.load(std::memory_order_relaxed) &&
+                       memory_.liveness().alive(static_cast<int>(claim.writer()));
+    if (lives || memory_.at(last) == confirmed_dead_) return lives;
+    seen_dead_ = memory_.at(last);
+    return true;
+  }
+
+  SegmentMemory& memory_;
+  Header& header_;
+  const View& view_;
+  PriorityTree tree_;
+  Claims claims_;
+  Streams streams_;
+  // Key + 1 of the last row of a stream whose writer was found to be dead; and of one whose death counts.
+  uint64_t seen_dead_ = 0, confirmed_dead_ = 0;
+};
+
+}  // namespace torchreplay

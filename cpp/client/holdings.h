@@ -1,0 +1,118 @@
+// The items of a queue that a process has got, and is not done with.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "draw/batch_sampler.h"
+#include "segment/liveness.h"
+
+namespace torchreplay {
+
+// Batches that were drawn ahead, and not handed out, do not count. Who asks for batches one after the other is a loop.
+// Guarded by the caller's lock. A forked child has nothing of its parent's.
+class Holdings {
+ public:
+  explicit Holdings(const SegmentMemory& m) : memory_(m) {}
+
+  // A loop with a number of its own.
+  uint64_t new_loop() { return ++loops_made_; }
+
+  // A loop got them. 0: none did that would be done with them when it asks for more.
+  void add(const int64_t* keys, int n, uint64_t loop) {
+    follow_fork();
+    key1_.resize(memory_.capacity());
+    for (int i = 0; i < n; i++) {
+      uint64_t& key1 = key1_[slot_of(keys[i])];
+      count_ += key1 == 0;
+      key1 = static_cast<uint64_t>(keys[i]) + 1;
+    }
+    order_.insert(order_.end(), keys, keys + n);
+    if (loop) loops_[loop].assign(keys, keys + n);
+    if (order_.size() > 2 * count_ + kSlack) order_ = all();
+  }
+
+  // What the loop got last, which it holds no longer.
+  std::vector<int64_t> end_batch(uint64_t loop) {
+    follow_fork();
+    const auto found = loops_.find(loop);
+    if (found == loops_.end()) return {};
+    std::vector<int64_t> keys = std::exchange(found->second, {});
+    loops_.erase(found);
+    std::erase_if(keys, [&](int64_t key) { return !contains(key); });
+    return keys;
+  }
+
+  // Nothing came of that.
+  void resume_batch(uint64_t loop, std::vector<int64_t> keys) {
+    if (!keys.empty()) loops_[loop] = std::move(keys);
+  }
+
+  bool contains(int64_t key) const {
+    return !key1_.empty() && key >= 0 && key1_[slot_of(key)] == static_cast<uint64_t>(key) + 1;
+  }
+
+  // The index of the first key that is not held.
+  std::optional<size_t> first_missing(const std::vector<int64_t>& keys) {
+    follow_fork();
+    for (size_t i = 0; i < keys.size(); i++)
+      if (!contains(keys[i])) return i;
+    return {};
+  }
+
+  void remove(const std::vector<int64_t>& keys) {
+    for (const int64_t key : keys) {
+      if (!contains(key)) continue;
+      key1_[slot_of(key)] = 0;
+      count_--;
+    }
+    if (count_ == 0) clear();
+  }
+
+  // In the order in which they were got.
+  std::vector<int64_t> all() {
+    follow_fork();
+    std::vector<int64_t> keys;
+    std::vector<uint64_t> left = key1_;
+    std::copy_if(order_.begin(), order_.end(), std::back_inserter(keys), [&](int64_t key) {
+      return contains(key) && std::exchange(left[slot_of(key)], 0) != 0;
+    });
+    return keys;
+  }
+
+  uint64_t count() {
+    follow_fork();
+    return count_;
+  }
+
+ private:
+  static constexpr size_t kSlack = 1 << 16;
+
+  uint64_t slot_of(int64_t key) const { return memory_.slot_of(static_cast<uint64_t>(key)); }
+
+  void clear() {
+    count_ = 0;
+    order_.clear();
+    loops_.clear();
+  }
+
+  void follow_fork() {
+    if (std::exchange(generation_, fork_generation.load(std::memory_order_relaxed)) == fork_generation.load()) return;
+    clear();
+    std::ranges::fill(key1_, 0);
+  }
+
+  const SegmentMemory& memory_;
+  uint64_t generation_ = fork_generation.load(std::memory_order_relaxed);
+  std::vector<uint64_t> key1_;  // of each slot: key + 1 of the item there that is held; 0: none is
+  std::vector<int64_t> order_;  // and some that are held no longer
+  uint64_t count_ = 0;
+  std::map<uint64_t, std::vector<int64_t>> loops_;
+  uint64_t loops_made_ = 0;
+};
+
+}  // namespace torchreplay

@@ -1,0 +1,74 @@
+// The calls of a queue: ending what was handed out, and saying who holds what.
+#pragma once
+
+#include "client/queue_state.h"
+#include "python/learner_calls.h"
+
+namespace torchreplay::py::segment {
+
+// The keys given, each of an item that was handed out here and is not done; or for None all of these.
+inline std::vector<int64_t> held_keys(SegmentObject& s, PyObject* given) {
+  if (given == Py_None) return s.learner->held_keys();
+  std::vector<int64_t> keys;
+  read_keys(given, keys);
+  if (const std::optional<size_t> bad = s.learner->first_not_held(keys))
+    throw std::invalid_argument(
+        "key " + std::to_string(keys[*bad]) + " at index " + std::to_string(*bad) +
+        " is of no item that this process holds: it was never drawn here, or is committed or released already; "
+        "nothing was changed");
+  return keys;
+}
+
+// commit(keys or None) -> how many items left, or come again: those of them that were still held.
+inline PyObject* commit(PyObject* self, PyObject* keys) {
+  return method<SegmentObject>(self, [&](SegmentObject& s) {
+    s.attached();
+    return s.learner->commit(held_keys(s, keys));
+  });
+}
+
+// release(keys or None) -> how many items are in their places again: those of them that were still held.
+inline PyObject* release(PyObject* self, PyObject* keys) {
+  return method<SegmentObject>(self, [&](SegmentObject& s) {
+    s.attached();
+    return s.learner->release(held_keys(s, keys));
+  });
+}
+
+// end_loop(loop): what that one got last is done.
+inline PyObject* end_loop(PyObject* self, PyObject* loop) {
+  return method<SegmentObject>(self, [&](SegmentObject& s) {
+    s.attached();
+    s.learner->end_loop(as_uint(loop));
+  });
+}
+
+// leave_loop(loop): what that one got last goes back.
+inline PyObject* leave_loop(PyObject* self, PyObject* loop) {
+  return method<SegmentObject>(self, [&](SegmentObject& s) {
+    s.attached();
+    s.learner->leave_loop(as_uint(loop));
+  });
+}
+
+// queue_state(count_streams) -> dict: the fields of QueueState; `holders` is a list of (pid, items, mine).
+inline PyObject* queue_state(PyObject* self, PyObject* count_streams) {
+  return on_segment(self, [&](AttachedSegment& segment) {
+    const QueueState s = QueueState::of(segment, as_bool(count_streams));
+    const uint32_t own = segment.memory().presence();
+    const Ref holders(checked(PyList_New(0)));
+    for (const ItemHolder& h : s.holders) {
+      const Ref entry(checked(Py_BuildValue("iKO", h.pid, static_cast<unsigned long long>(h.items),
+                                            h.presence == own ? Py_True : Py_False)));
+      if (PyList_Append(holders.get(), entry.get())) throw PythonError{};
+    }
+    return checked(Py_BuildValue("{sKsKsKsKsKsIsLsLsdsOsKsKsK}", "to_draw", s.to_draw, "held", s.held, "dropped",
+                                 s.dropped, "head", s.head, "limit", s.limit, "need", static_cast<unsigned>(s.need),
+                                 "needed_key", static_cast<long long>(s.needed_key), "oldest_key",
+                                 static_cast<long long>(s.oldest_key), "oldest_age",
+                                 static_cast<double>(s.oldest_age_ms) * 1e-3, "holders", holders.get(),
+                                 "open_streams", s.open_streams, "writers", s.writers, "waiting", s.waiting));
+  });
+}
+
+}  // namespace torchreplay::py::segment

@@ -1,0 +1,426 @@
+"""The queue: every item once, in order, held until its loop is done with it."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from forked import Forked, eventually, shared_counters
+
+import torchreplay as tr
+
+SPEC = {"x": tr.Field((), "int64")}
+FLAG = tr.Field((), torch.bool)
+STEPS = {"obs": tr.Field((), "int64"), "action": tr.Field((), "int64"), "reward": tr.Field()}
+STEPS |= {"terminated": FLAG, "truncated": FLAG}
+
+
+def queue(capacity=100, items=0, view=None, spec=SPEC, **fifo):
+    buffer = tr.ReplayBuffer(spec, capacity, view=view, sampler=tr.Fifo(**fifo))
+    if items:
+        buffer.extend(x=np.arange(items))
+    return buffer
+
+
+def values(batch):
+    return batch["x"].tolist()
+
+
+def writing(buffer, numbers):
+    """A thread that writes them, one by one."""
+
+    def write():
+        with buffer.writer() as writer:
+            for number in numbers:
+                writer.append(x=number)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    return thread
+
+
+def test_items_come_in_order_and_never_again():
+    with queue(items=60) as buffer:
+        batch = buffer.sample(25)
+        assert values(batch) == list(range(25))
+        assert (batch["weight"] == 1).all()
+        assert (batch["probability"] == 1).all()
+        assert values(buffer.sample(25)) == list(range(25, 50))
+        assert values(buffer.sample(25, at_least=1)) == list(range(50, 60))
+        assert buffer.num_items == 0
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
+@pytest.mark.parametrize(("capacity", "size"), [(50, 8), (64, 64), (100, 7), (33, 1)])
+def test_a_loop_gets_all_in_order_and_ends_with_a_shorter_batch(prefetch, capacity, size):
+    with queue(capacity) as buffer:
+        thread = writing(buffer, range(1003))
+        got = [values(batch) for batch in tr.ReplayDataset(buffer, size, prefetch=prefetch)]
+        thread.join()
+        assert [number for batch in got for number in batch] == list(range(1003))
+        assert {len(batch) for batch in got[:-1]} == {size}
+        assert list(tr.ReplayDataset(buffer, size, prefetch=prefetch)) == []
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_what_is_drawn_ahead_and_not_asked_for_comes_first_in_the_next_loop(prefetch):
+    with queue(items=60) as buffer:
+        got = []
+        for _ in range(7):
+            for batch in tr.ReplayDataset(buffer, 5, prefetch=prefetch):
+                got += values(batch)
+                break
+        assert got == list(range(35))
+        assert buffer.stats().held_items == 0
+
+
+def test_what_a_loop_holds_is_done_when_it_asks_for_more():
+    with queue(items=60) as buffer:
+        buffer.sample(10)
+        assert (buffer.stats().held_items, buffer.num_items) == (10, 50)
+        buffer.sample(20)
+        assert (buffer.stats().held_items, buffer.num_items) == (20, 30)
+        assert buffer.commit() == 20
+        assert buffer.stats().held_items == 0
+
+
+def test_loops_of_two_threads_do_not_end_each_others_batches():
+    with queue(items=60) as buffer:
+        buffer.sample(10)
+        thread = threading.Thread(target=lambda: [buffer.sample(5), buffer.sample(5)])
+        thread.start()
+        thread.join()
+        assert buffer.stats().held_items == 15
+
+
+def test_by_hand_only_commit_ends_what_is_held():
+    with queue(items=60, commit="manual") as buffer:
+        batches = [buffer.sample(10) for _ in range(3)]
+        assert buffer.stats().held_items == 30
+        assert buffer.commit(batches[1]) == 10
+        assert buffer.release(batches[0]["key"]) == 10
+        assert values(buffer.sample(12)) == [*range(10), 30, 31]
+        assert buffer.commit() == 22
+        for batch in tr.ReplayDataset(buffer, 9):
+            assert values(batch)[0] >= 32
+        assert buffer.stats().held_items == 28
+        assert buffer.release() == 28
+        assert values(buffer.sample(3)) == [32, 33, 34]
+
+
+def fail_in_a_claim(buffer, expected):
+    with buffer.claim(5) as batch:
+        assert values(batch) == expected
+        raise ZeroDivisionError
+
+
+def test_a_claim_is_done_at_its_end_and_back_after_an_exception():
+    with queue(items=20) as buffer:
+        with buffer.claim(5) as batch:
+            assert values(batch) == [0, 1, 2, 3, 4]
+            with pytest.raises(RuntimeError, match="within another claim"), buffer.claim(1):
+                pass
+            assert values(buffer.sample(2)) == [5, 6]
+        assert buffer.stats().held_items == 2
+        with pytest.raises(ZeroDivisionError):
+            fail_in_a_claim(buffer, [7, 8, 9, 10, 11])
+        with buffer.claim(50, at_least=3) as batch:
+            assert values(batch) == list(range(7, 20))
+
+
+def test_an_item_comes_as_often_as_max_draws_says_each_time_when_it_is_done():
+    with queue(items=6, max_draws=3) as buffer:
+        assert [values(buffer.sample(3)) for _ in range(6)] == [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3
+        buffer.commit()
+        assert buffer.num_items == 0
+
+
+def test_a_writer_waits_for_room_and_goes_on_when_there_is_some():
+    with queue(10) as buffer:
+        thread = writing(buffer, range(25))
+        eventually(lambda: len(buffer) == 10)
+        assert buffer.stats().rows_written == 10
+        assert values(buffer.sample(4)) == [0, 1, 2, 3]
+        assert buffer.stats().rows_written == 10  # they are held
+        assert values(buffer.sample(4)) == [4, 5, 6, 7]
+        eventually(lambda: buffer.stats().rows_written == 14)
+        got = []
+        while len(got) < 17:
+            got += values(buffer.sample(5, at_least=1))
+        thread.join()
+        assert got == list(range(8, 25))
+
+
+def test_the_oldest_are_dropped_and_counted():
+    with queue(10, when_full="drop_oldest", items=10) as buffer:
+        buffer.extend(x=np.arange(10, 37))
+        assert values(buffer.sample(4)) == [27, 28, 29, 30]
+        assert buffer.stats().dropped_items + 10 == buffer.stats().inserted
+        held = buffer.sample(2)
+        buffer.extend(x=np.arange(37, 60))
+        assert buffer.commit(held) == 0
+        assert values(buffer.sample(20, at_least=1)) == list(range(50, 60))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("max_draws", [1, 2])
+def test_several_learners_and_writers_in_processes_get_every_item_as_often_as_it_is_to_come(prefetch, max_draws):
+    with queue(64, max_draws=max_draws) as buffer:
+        drawn = shared_counters(2000)
+
+        def write(first):
+            with buffer.writer() as writer:
+                for number in range(first, 2000, 2):
+                    writer.append(x=number)
+
+        def learn():
+            for batch in tr.ReplayDataset(buffer, 16, prefetch=prefetch):
+                for number in values(batch):
+                    drawn[number] += 1
+
+        lease = buffer.expect_writers()
+        with Forked(learn) as one, Forked(learn) as two, Forked(write, 0) as three, Forked(write, 1) as four:
+            assert three.wait() == four.wait() == 0
+            lease.close()
+            assert one.wait() == two.wait() == 0
+        assert sum(drawn[:]) == 2000 * max_draws
+        if max_draws == 1:
+            assert set(drawn[:]) == {1}
+
+
+# Items of several rows
+
+VIEWS = {
+    "one step": tr.Transitions(),
+    "three steps": tr.Transitions(n_step=3),
+    "stacked": tr.Transitions(stack={"obs": 3}),
+    "sequences": tr.Sequences(length=4),
+    "overlapping": tr.Sequences(length=4, stride=2),
+}
+
+
+def episodes(writer, numbers, length):
+    """Episodes of that length; `action` counts all steps."""
+    step = 0
+    for _ in range(numbers):
+        writer.reset(obs=step)
+        for k in range(length):
+            writer.step(obs=step + 1, action=step, reward=1.0, terminated=k == length - 1, truncated=False)
+            step += 1
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=list(VIEWS))
+@pytest.mark.parametrize("capacity", [24, 61])
+def test_items_of_several_rows_come_once_and_in_order(view, capacity):
+    everything = tr.ReplayBuffer(STEPS, 1000, view=view)
+    episodes(everything.writer(), 20, 13)
+    expected = torch.sort(everything.keys()).values.tolist()
+    with queue(capacity, view=view, spec=STEPS) as buffer:
+
+        def write():
+            with buffer.writer() as writer:
+                episodes(writer, 20, 13)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        got = []
+        for batch in tr.ReplayDataset(buffer, 3):
+            got += batch["key"].tolist()
+            again = everything.gather(batch["key"])
+            for name in ("obs", "action", "reward"):
+                assert torch.equal(batch[name], again[name]), name
+        thread.join()
+        assert got == expected
+
+
+def test_an_item_that_is_late_is_the_first_as_soon_as_it_is_complete():
+    with queue(100, view=tr.Transitions(), spec=STEPS) as buffer:
+        slow, fast = buffer.writer(), buffer.writer()
+        slow.reset(obs=0)
+        episodes(fast, 2, 4)
+        assert len(buffer.sample(3)["key"]) == 3
+        slow.step(obs=1, action=77, reward=0.0, terminated=False, truncated=False)
+        assert buffer.sample(2)["action"].tolist() == [77, 3]
+
+
+def test_a_window_bounds_how_far_others_overtake():
+    with queue(100, view=tr.Transitions(), spec=STEPS, window=0.1) as buffer:
+        slow, fast = buffer.writer(), buffer.writer()
+        slow.reset(obs=0)
+        episodes(fast, 4, 9)  # rows 1 to 40, of which nine in ten are items
+        got = buffer.sample(50, at_least=1)["key"]
+        assert got.max() < 10
+        with pytest.raises(tr.WouldBlockForever, match="0 can be drawn"):
+            buffer.sample(1)
+        slow.step(obs=1, action=77, reward=0.0, terminated=True, truncated=False)
+        assert len(buffer.sample(50, at_least=1)["key"]) > 20
+
+
+@pytest.mark.parametrize("how", ["reset", "close"])
+def test_an_episode_that_is_given_up_keeps_no_room(how):
+    with queue(20, view=tr.Transitions(n_step=3), spec=STEPS) as buffer:
+        writer = buffer.writer()
+        writer.reset(obs=0)
+        writer.step(obs=1, action=-1, reward=0.0, terminated=False, truncated=False)
+        if how == "close":
+            writer.close()
+            writer = buffer.writer()
+
+        def write():
+            with writer:
+                episodes(writer, 10, 9)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        got = [action for batch in tr.ReplayDataset(buffer, 5) for action in batch["action"].tolist()]
+        thread.join()
+        assert got == list(range(90))
+
+
+# Waits that cannot end
+
+
+def test_unfinished_episodes_that_fill_the_ring_are_named_with_a_capacity_that_does():
+    with queue(12, view=tr.Sequences(length=8), spec=STEPS) as buffer:
+
+        def write():
+            writer = buffer.writer(num_envs=4)
+            obs, flags = np.zeros(4, "int64"), np.zeros(4, bool)
+            writer.reset(obs=obs)
+            for _ in range(2):
+                writer.step(obs=obs, action=obs, reward=obs, terminated=flags, truncated=flags)
+            with pytest.raises(tr.WouldBlockForever, match=r"unfinished episodes of 4 environments.*at least 40"):
+                writer.step(obs=obs, action=obs, reward=obs, terminated=flags, truncated=flags)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        with pytest.raises(tr.WouldBlockForever):
+            buffer.sample(1)
+        thread.join()
+
+
+def test_a_learner_that_holds_what_the_writers_need_is_told(monkeypatch):
+    monkeypatch.setattr("torchreplay.buffer.jams.RETURN_GRACE", 0.5)
+    with queue(20, commit="manual") as buffer:
+        thread = writing(buffer, range(40))
+        buffer.sample(15)
+        with pytest.raises(tr.WouldBlockForever, match=r"10 items are asked for, 5 can be drawn.*holds 15"):
+            buffer.sample(10)
+        buffer.commit()
+        buffer.sample(20)
+        buffer.commit()
+        buffer.sample(5)
+        thread.join()
+
+
+def test_the_end_says_how_many_are_left():
+    with queue(items=5) as buffer:
+        with pytest.raises(tr.WouldBlockForever, match="5 can be drawn"):
+            buffer.sample(6)
+        assert values(buffer.sample(6, at_least=1)) == [0, 1, 2, 3, 4]
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"max_draws": 0}, "max_draws"),
+        ({"max_draws": -1}, "max_draws"),
+        ({"max_draws": 1.5}, "max_draws"),
+        ({"max_draws": True}, "max_draws"),
+        ({"when_full": "drop"}, "when_full"),
+        ({"commit": "never"}, "commit"),
+        ({"window": 0}, "window"),
+        ({"window": 2.0}, "window"),
+    ],
+)
+def test_a_bad_queue_is_refused(given, match):
+    with pytest.raises((ValueError, TypeError), match=match):
+        tr.Fifo(**given)
+
+
+def test_what_contradicts_a_queue_is_refused():
+    with pytest.raises(ValueError, match="SamplesPerInsert"):
+        tr.ReplayBuffer(SPEC, 100, sampler=tr.Fifo(), limiter=tr.SamplesPerInsert(1.0, 10))
+    with pytest.raises(ValueError, match="full before the first draw"):
+        tr.ReplayBuffer(SPEC, 100, sampler=tr.Fifo(), limiter=tr.MinSize(101))
+    with queue() as buffer, pytest.raises(ValueError, match="SamplesPerInsert"):
+        buffer.limiter = tr.SamplesPerInsert(1.0, 10)
+    with tr.ReplayBuffer(SPEC, 100) as buffer:
+        buffer.extend(x=np.arange(5))
+        for call in (buffer.commit, buffer.release, lambda: buffer.sample(2, at_least=1), buffer.claim(1).__enter__):
+            with pytest.raises(ValueError, match="Fifo"):
+                call()
+
+
+def test_what_is_not_held_is_neither_committed_nor_released():
+    with queue(items=20) as buffer, queue(items=20) as other:
+        batch, theirs = buffer.sample(5), other.sample(5)
+        for call in (buffer.commit, buffer.release):
+            with pytest.raises(ValueError, match="another buffer"):
+                call(theirs)
+        assert buffer.release(batch) == 5
+        for call in (buffer.commit, buffer.release):
+            with pytest.raises(ValueError, match="key 0 at index 0 is of no item that this process holds"):
+                call(batch)
+        for bad in (0, 6, -1, True, 2.5):
+            with pytest.raises((ValueError, TypeError), match="at_least"):
+                buffer.sample(5, at_least=bad)
+        with pytest.raises(ValueError, match="batch_size is 101"):
+            buffer.sample(101)
+
+
+def test_td_errors_are_checked_and_ignored():
+    with queue(items=20) as buffer:
+        batch = buffer.sample(5)
+        with pytest.warns(UserWarning, match=r"Fifo\(\), which ignores them"):
+            buffer.update_priorities(batch, torch.ones(5))
+        with pytest.raises(ValueError, match="NaN"):
+            buffer.update_priorities(batch, torch.full((5,), float("nan")))
+        assert values(buffer.sample(2)) == [5, 6]
+
+
+# Files, checkpoints, copies
+
+
+def test_a_saved_queue_has_what_is_not_done_in_its_order(tmp_path):
+    with queue(items=30, max_draws=2) as buffer:
+        buffer.sample(10)
+        buffer.sample(10)  # the first ten again
+        buffer.sample(5)
+        buffer.save(tmp_path / "saved")
+        loaded = tr.ReplayBuffer.load(tmp_path / "saved")
+        expected = [[*range(10, 20)], [*range(10, 20)], [*range(20, 30)], [*range(20, 30)]]
+        assert [values(loaded.sample(10)) for _ in range(4)] == expected
+        loaded.commit()
+        assert loaded.num_items == 0
+
+
+def test_a_queue_in_a_file_goes_on_with_what_was_not_committed(tmp_path):
+    path = tmp_path / "queue"
+    with tr.ReplayBuffer(SPEC, 100, sampler=tr.Fifo(commit="manual"), path=path) as buffer:
+        buffer.extend(x=np.arange(50))
+        buffer.sample(10)
+        buffer.commit()
+        buffer.sample(10)
+    with tr.ReplayBuffer.open(path) as buffer:
+        assert values(buffer.sample(15)) == list(range(10, 25))
+
+
+def test_a_large_queue_turns_many_times_and_stays_exact():
+    rng = np.random.default_rng(0)
+    with queue(1000) as buffer:
+        written, drawn = 0, 0
+        for _ in range(3000):
+            room = 1000 - (written - drawn)
+            n = int(rng.integers(0, room + 1))
+            if n:
+                buffer.extend(x=np.arange(written, written + n))
+                written += n
+            if written > drawn:
+                m = int(rng.integers(1, written - drawn + 1))
+                assert values(buffer.sample(m)) == list(range(drawn, drawn + m))
+                buffer.commit()
+                drawn += m

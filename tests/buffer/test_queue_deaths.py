@@ -1,0 +1,129 @@
+"""Whoever dies loses and doubles nothing of a queue: at least once after a death, and never what was committed."""
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+from forked import Forked, eventually, shared_counters
+
+import torchreplay as tr
+
+SPEC = {"x": tr.Field((), "int64")}
+ROWS, KEYS = 400, 20_000
+
+
+class Journal:
+    """By key: how often it was handed out, and done. By number: how often it came. By writer: how far it has come."""
+
+    def __init__(self):
+        self.got, self.done = shared_counters(KEYS), shared_counters(KEYS)
+        self.came, self.written, self.revived = shared_counters(2 * ROWS), shared_counters(2), shared_counters(1)
+
+    def note_got(self, batch):
+        for key, number in zip(batch["key"].tolist(), batch["x"].tolist(), strict=True):
+            self.got[key] += 1
+            self.came[number] += 1
+            self.revived[0] += self.done[key] > 0
+
+    def note_done(self, keys):
+        for key in keys:
+            self.done[key] += 1
+
+
+def write(queue, journal, number):
+    """Goes on where its lives before have noted that they came."""
+    with queue.writer() as writer:
+        for index in range(journal.written[number], ROWS):
+            writer.append(x=number * ROWS + index)
+            journal.written[number] = index + 1
+
+
+def learn(queue, journal, prefetch):
+    last = []
+    for batch in tr.ReplayDataset(queue, 8, prefetch=prefetch):
+        journal.note_done(last)
+        journal.note_got(batch)
+        last = batch["key"].tolist()
+    journal.note_done(last)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_killed_learner_gives_back_what_it_held_in_its_order(prefetch):
+    with tr.ReplayBuffer(SPEC, 100, sampler=tr.Fifo()) as queue:
+        queue.extend(x=np.arange(60))
+        got = shared_counters(1)
+
+        def hold():
+            for batch in tr.ReplayDataset(queue, 10, prefetch=prefetch):
+                got[0] += len(batch["x"])
+                if got[0] == 20:
+                    signal.pause()
+
+        with Forked(hold) as learner:
+            eventually(lambda: got[0] == 20)
+            eventually(lambda: queue.stats().held_items == 10 + 10 * prefetch)
+            learner.kill()
+        assert queue.sample(12)["x"].tolist() == list(range(10, 22))
+        assert queue.stats().held_items == 12
+
+
+def test_a_stopped_learner_keeps_what_it_holds():
+    with tr.ReplayBuffer(SPEC, 100, sampler=tr.Fifo()) as queue:
+        queue.extend(x=np.arange(60))
+        held = shared_counters(1)
+
+        def hold():
+            held[0] = len(queue.sample(10)["x"])
+            signal.pause()
+
+        with Forked(hold) as learner:
+            eventually(lambda: held[0] == 10)
+            os.kill(learner.pid, signal.SIGSTOP)
+            assert queue.sample(10)["x"].tolist() == list(range(10, 20))
+            time.sleep(0.3)
+            assert queue.sample(10)["x"].tolist() == list(range(20, 30))
+            assert queue.stats().held_items == 20
+            os.kill(learner.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_random_deaths_lose_and_double_nothing(seed, prefetch):
+    many_deaths(seed, prefetch, deaths=25)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_thousand_deaths_lose_and_double_nothing(prefetch):
+    for seed in range(100, 140):
+        many_deaths(seed, prefetch, deaths=25)
+
+
+def many_deaths(seed, prefetch, deaths):
+    rng = np.random.default_rng(seed)
+    with tr.ReplayBuffer(SPEC, 32, sampler=tr.Fifo()) as queue, queue.expect_writers():
+        journal = Journal()
+        for _ in range(deaths):
+            with (
+                Forked(write, queue, journal, 0) as one,
+                Forked(write, queue, journal, 1) as two,
+                Forked(learn, queue, journal, prefetch) as three,
+                Forked(learn, queue, journal, prefetch) as four,
+            ):
+                time.sleep(float(rng.uniform(0, 0.02)))
+                for process in rng.permutation(np.array([one, two, three, four], dtype=object)):
+                    process.kill()
+        with Forked(write, queue, journal, 0) as one, Forked(write, queue, journal, 1) as two:
+            while one.is_running() or two.is_running() or queue.num_items:
+                if queue.num_items:
+                    batch = queue.sample(8, at_least=1)
+                    journal.note_got(batch)
+                    journal.note_done(batch["key"].tolist())
+            assert one.wait() == two.wait() == 0
+        queue.commit()
+        assert min(journal.came[:]) >= 1, "a row was lost"
+        assert journal.revived[0] == 0, "what was committed came again"
+        assert max(journal.done[:]) == 1
+        assert (queue.stats().held_items, queue.num_items) == (0, 0)

@@ -1,0 +1,182 @@
+"""`Queue`: what a buffer with `Fifo` has beside others: batches that are held until their learner is done with them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torchreplay.buffer.base import MAX_BATCH
+from torchreplay.buffer.jams import LearnerJam
+from torchreplay.buffer.local_sampler import Sample
+from torchreplay.schema.batch import ReplayBatch, keys_of
+from torchreplay.schema.config import Configured
+from torchreplay.schema.samplers import Fifo, Schedule
+from torchreplay.segment.waits import Wait
+from torchreplay.validation import checked_int
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchreplay import _C
+    from torchreplay.buffer.local_sampler import LocalSampler
+
+NO_LOOP = 0
+THIS_THREAD = (1 << 64) - 1
+"""Numbers of loops for the native core: none, and that of the thread that calls."""
+
+
+def taking(sampler: LocalSampler, at_least: int, loop: int) -> Sample:
+    """Returns what draws from a queue as the segment's `sample` does.
+
+    Args:
+        sampler: Of the queue.
+        at_least: Items in a batch, at the least.
+        loop: Who gets it: what that one got before is done.
+    """
+    segment, jam = sampler.segment, None
+
+    def sample(n: int, beta: float, deadline: int, out: ReplayBatch | None) -> Any:
+        nonlocal jam
+        result: Any = segment.sample(n, beta, deadline, out, at_least, loop)
+        if result.__class__ is not ReplayBatch and result[0] == "wait":
+            if jam is None:
+                jam = LearnerJam(segment, sampler.config)
+            jam.check(at_least)
+        return result
+
+    return sample
+
+
+class Queue(Configured):
+    """The part of a `ReplayBuffer` that hands out batches to be held. Its calls are refused unless it is a queue."""
+
+    _sampler: LocalSampler
+    _segment: _C.Segment
+    _nonce: int
+    _local: threading.local
+
+    @contextmanager
+    def claim(
+        self, batch_size: int, *, at_least: int | None = None, timeout: float | None = None
+    ) -> Iterator[ReplayBatch]:
+        """Draws a batch from a queue for a `with` block: done at its end, and back in its place after an exception.
+
+        Args:
+            batch_size: Number of items, B.
+            at_least: A batch may be as short, if no more items are there; None: it has `batch_size`.
+            timeout: Seconds to wait at most, as in `sample`.
+
+        Yields:
+            The batch, as `sample` returns it.
+
+        Raises:
+            ValueError: The buffer is no queue, or an argument is out of range.
+            RuntimeError: This thread is within another claim.
+            ReplayTimeout, WouldBlockForever, Stopped: As `sample` does.
+
+        Example:
+            >>> queue = tr.ReplayBuffer({"obs": tr.Field()}, capacity=100, sampler=tr.Fifo())
+            >>> keys = queue.extend(obs=torch.arange(6.0))
+            >>> with queue.claim(4) as batch:
+            ...     loss = batch["obs"].mean()  # an exception here would give the items back
+            >>> queue.num_items
+            2
+        """
+        self._require_queue("claim()")
+        if getattr(self._local, "claims", False):
+            raise RuntimeError("claim() within another claim() of this thread: end that first, or claim more at once")
+        loop = self._segment.new_loop()
+        batch = self._sample_queue(batch_size, None, timeout, None, at_least, loop)
+        local = self._local  # which close() replaces
+        local.claims = True
+        try:
+            yield batch
+        except BaseException:
+            if not self._segment.closed:  # else all went back
+                self._segment.leave_loop(loop)
+            raise
+        else:
+            self._segment.end_loop(loop)
+        finally:
+            local.claims = False
+
+    def commit(self, batch: ReplayBatch | torch.Tensor | None = None) -> int:
+        """Ends what is held: these items leave the queue, or come again where `max_draws` says so.
+
+        Args:
+            batch: A batch of this queue, or its keys; None: all that this process was handed, in every loop. What was
+                drawn ahead is not.
+
+        Returns:
+            How many items. Fewer than the batch has, where others were overwritten.
+
+        Raises:
+            ValueError: The buffer is no queue, an item is not held here, or the batch is of another buffer; nothing is
+                changed.
+
+        Example:
+            >>> queue = tr.ReplayBuffer({"obs": tr.Field()}, capacity=100, sampler=tr.Fifo(commit="manual"))
+            >>> keys = queue.extend(obs=torch.arange(6.0))
+            >>> batches = [queue.sample(2), queue.sample(2)]
+            >>> queue.commit()  # the model that has learned from them is saved
+            4
+        """
+        self._require_queue("commit()")
+        return self._segment.commit(self._held_keys(batch))
+
+    def release(self, batch: ReplayBatch | torch.Tensor | None = None) -> int:
+        """Gives back what is held: these items are in their old places again, for anybody.
+
+        Args:
+            batch: A batch of this queue, or its keys; None: all that this process was handed.
+
+        Returns:
+            How many items.
+
+        Raises:
+            ValueError: As for `commit`; so a second release of the same batch.
+
+        Example:
+            >>> queue = tr.ReplayBuffer({"obs": tr.Field()}, capacity=100, sampler=tr.Fifo())
+            >>> keys = queue.extend(obs=torch.arange(6.0))
+            >>> queue.release(queue.sample(4))
+            4
+            >>> queue.sample(2)["obs"]
+            tensor([0., 1.])
+        """
+        self._require_queue("release()")
+        return self._segment.release(self._held_keys(batch))
+
+    def _held_keys(self, batch: Any) -> Any:
+        return keys_of(batch, self._nonce) if isinstance(batch, dict) else batch
+
+    def _require_queue(self, call: str) -> Fifo:
+        sampler = self._config.sampler
+        if not isinstance(sampler, Fifo):
+            raise ValueError(
+                f"{call} is for a queue, and the buffer's sampler is {sampler}; expected a buffer with "
+                f"sampler=tr.Fifo()"
+            )
+        return sampler
+
+    def _sample_queue(
+        self,
+        batch_size: int,
+        beta: Schedule | None,
+        timeout: float | None,
+        out: ReplayBatch | None,
+        at_least: int | None,
+        loop: int | None = None,
+    ) -> ReplayBatch:
+        """Does what `sample` does of a queue, for a loop; None: that of this thread."""
+        commit = self._require_queue("at_least=").commit
+        batch_size = checked_int("batch_size", batch_size, 1, MAX_BATCH)
+        least = batch_size if at_least is None else checked_int("at_least", at_least, 1, batch_size)
+        if least > self._config.capacity:
+            what = f"batch_size is {batch_size}" if at_least is None else f"at_least is {at_least}"
+            raise ValueError(f"{what}: the queue holds {self._config.capacity:,} rows, and never has as many items")
+        if loop is None:
+            loop = THIS_THREAD if commit == "next" else NO_LOOP
+        return self._sampler.draw(batch_size, beta, timeout, Wait, out, taking(self._sampler, least, loop))
