@@ -484,6 +484,83 @@ class Epochs(Scene):
         assert (whole == 2).all()
 
 
+class Queue(Scene):
+    """A process writes to queues and draws from them. Others have died before, with items, tickets and episodes."""
+
+    ROWS, CAPACITY, DRAWN, DRAWS = 48, 16, 4, 2
+
+    def __init__(self, name):
+        flag, spec = tr.Field((), torch.bool), {"x": tr.Field((), "int64")}
+        steps = {"obs": tr.Field(), "reward": tr.Field(), "terminated": flag, "truncated": flag}
+        self.buffer = tr.ReplayBuffer(spec, self.CAPACITY, sampler=tr.Fifo(max_draws=self.DRAWS))
+        self.episodes = tr.ReplayBuffer(steps, self.CAPACITY, view=tr.Transitions(), sampler=tr.Fifo())
+        self.written, self.came = shared_counters(self.ROWS), shared_counters(self.ROWS)
+
+    def has_room(self, buffer):
+        state = buffer._segment.queue_state(False)
+        return state["limit"] > state["head"]
+
+    def write(self, most):
+        with self.buffer.writer() as writer:
+            for number in range(self.ROWS):
+                if most and not self.written[number] and self.has_room(self.buffer):
+                    writer.append(x=number)
+                    self.written[number] = 1
+                    most -= 1
+
+    def take(self):
+        if self.buffer.num_items:
+            for number in self.buffer.sample(self.DRAWN, at_least=1)["x"].tolist():
+                self.came[number] += 1
+
+    def write_episode(self, steps=3, ends=True):
+        with self.episodes.writer() as writer:
+            writer.reset(obs=0.0)
+            for step in range(steps):
+                writer.step(obs=0.0, reward=0.0, terminated=ends and step == steps - 1, truncated=False)
+
+    def learn_episode(self):
+        self.episodes.commit()
+        self.write_episode()  # nothing is left that needs room
+        while self.episodes.num_items:
+            self.episodes.sample(self.DRAWN, at_least=1)
+
+    def work(self):
+        for _ in range(8):
+            self.write(6)
+            self.take()
+            self.learn_episode()
+        self.buffer.release()
+        self.episodes.commit()
+
+    def hold(self):
+        self.write(self.DRAWN)
+        self.take()
+
+    def perform(self, start):
+        with Forked(self.hold) as holder, Forked(self.write_episode, 1, False) as explorer:
+            assert holder.wait() == explorer.wait() == 0
+        for point in ("append.ticket", "claims.held"):
+            with faulty(self.work, faults=[Fault(point)]) as dead:
+                assert dead.wait() == DIED
+        with start(self.work) as process:
+            return process.wait()
+
+    def check(self):
+        for _ in range(self.ROWS * self.DRAWS):
+            self.write(self.ROWS)
+            self.take()
+            if not self.buffer.num_items:
+                self.buffer.commit()  # and they come again
+            self.learn_episode()
+        self.buffer.commit()
+        self.episodes.commit()
+        assert min(self.came[:]) >= self.DRAWS, "an item was lost"
+        for buffer in (self.buffer, self.episodes):
+            assert (buffer.num_items, buffer.stats().held_items) == (0, 0)
+            assert self.has_room(buffer), "room was lost"
+
+
 OF_ROWS = {
     "in a sound buffer": Scene,
     "in changes of the grid": ChangesOfTheGrid,
@@ -507,6 +584,7 @@ OF_ROWS = {
     "in a stop": Stop,
     "in a publication": Publication,
     "in epochs": Epochs,
+    "in queues": Queue,
 }
 OF_TRAJECTORIES = {
     **dict(itertools.islice(OF_ROWS.items(), 16)),
