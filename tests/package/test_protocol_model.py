@@ -12,6 +12,7 @@ from paths import TESTS
 
 MODEL = TESTS / "model" / "replay.pml"
 GATE = MODEL.with_name("gate.pml")
+QUEUE = MODEL.with_name("queue.pml")
 MEMORY_MB = 6000
 DEPTH = 1_000_000
 
@@ -76,6 +77,59 @@ NAIVE = {
 }
 
 
+QUEUE_DEFAULTS = (
+    "SPAN=0 ROWS1=0 ROWS2=0 ROWS3=0 FIRSTS1=1 FIRSTS2=1 FIRSTS3=1 ENDS1=0 ENDS2=0 ENDS3=0"
+    " LEARNERS=1 BATCH=1 MAXDRAWS=1 RELEASES=0 POLLS=0 STAY=0"
+)
+TWO_TAKE = "CAP=2 ROWS1=2 MAXT=3 LEARNERS=2"
+LEARNER_DIES = "LKILL=1 K=4"
+PASSED_ROWS = f"CAP=2 ROWS1=3 MAXT=3 LEARNERS=2 {LEARNER_DIES}"
+TWO_STREAMS = "SPAN=1 CAP=3 ROWS1=2 ROWS2=2 MAXT=9"
+EPISODES_OF_ONE_ROW = "SPAN=1 CAP=3 ROWS1=3 FIRSTS1=3 MAXT=5 STAY=1"
+ID_TAKEN = "SPAN=1 CAP=3 ROWS1=1 ROWS3=2 MAXT=7 WKILL=1 K=1 STAY=1"
+GOES_AT_ONCE = "SPAN=1 CAP=2 ROWS1=2 ROWS2=1 MAXT=6"
+STREAM_AND_LEARNER_DIES = f"SPAN=1 CAP=3 ROWS1=2 ROWS2=1 MAXT=5 {LEARNER_DIES}"
+QUEUE_QUICK = {
+    "one writer turns the ring": "CAP=2 ROWS1=3 MAXT=4",
+    "a stream turns the ring": "SPAN=1 CAP=2 ROWS1=3 MAXT=5 STAY=1",
+}
+QUEUE_RIGHT = {
+    "two writers": "CAP=2 ROWS1=2 ROWS2=2 MAXT=6",
+    "two learners take twos, give some back, each item twice": (
+        "CAP=2 ROWS1=3 MAXT=4 LEARNERS=2 BATCH=2 RELEASES=1 MAXDRAWS=2 POLLS=1"
+    ),
+    "a writer killed": "CAP=2 ROWS1=2 ROWS2=1 MAXT=6 WKILL=1 K=1",
+    "a writer killed while it looks for room": "CAP=2 ROWS1=3 MAXT=4 WKILL=1 LKILL=1 K=1 POLLS=1",
+    "a learner killed, one that goes on, each item twice": f"{TWO_TAKE} {LEARNER_DIES} MAXDRAWS=2 RELEASES=1 LAZY=1",
+    "both learners killed": f"{TWO_TAKE} {LEARNER_DIES} K2=5 LAZY=1",
+    "a learner killed, two writers": f"CAP=2 ROWS1=2 ROWS2=1 MAXT=4 {LEARNER_DIES}",
+    "a learner killed, one that goes on, rows that are passed": PASSED_ROWS,
+    "a writer killed, then a learner": "CAP=2 ROWS1=2 MAXT=3 WKILL=1 K=1 K2=4 LEARNERS=2",
+    "episodes of two rows": "SPAN=1 CAP=2 ROWS1=4 FIRSTS1=5 ENDS1=2 MAXT=6 STAY=1",
+    "an episode that is broken off": EPISODES_OF_ONE_ROW,
+    "two streams": f"{TWO_STREAMS} STAY=1",
+    "two streams, writers that go at once": GOES_AT_ONCE,
+    "two streams, a writer killed": f"{TWO_STREAMS} WKILL=1 K=1",
+    "a stream's writer killed, its id taken by another": ID_TAKEN,
+    "two streams, a learner killed": STREAM_AND_LEARNER_DIES,
+    "a stream, a learner killed, one that goes on": f"SPAN=1 CAP=2 ROWS1=3 MAXT=5 LEARNERS=2 {LEARNER_DIES}",
+}
+QUEUE_NAIVE = {
+    "FETCHADD": ("CAP=2 ROWS1=2 ROWS2=2 MAXT=6", "needed_row_stays"),
+    "PASSBY": ("CAP=2 ROWS1=2 ROWS2=2 MAXT=6", "needed_row_stays"),
+    "LEASE": (TWO_TAKE, "nobody_else_has_it"),
+    "TWOSTORES": (f"{TWO_TAKE} {LEARNER_DIES}", "every_item_is_delivered"),
+    "FORGETDRAWS": (f"{TWO_TAKE} {LEARNER_DIES} MAXDRAWS=2", "not_handed_out_again"),
+    "CLAIMFIRST": (PASSED_ROWS, "item_is_not_dropped"),
+    "NODEFERFIRST": (EPISODES_OF_ONE_ROW, "no_room_is_lost"),
+    "NOSINCE": (ID_TAKEN, "no_room_is_lost"),
+    "DEADLATE": (GOES_AT_ONCE, "needed_row_stays"),
+    "NOKEEP": (TWO_STREAMS, "writers_go_on"),
+    "NOWALK": ("SPAN=1 CAP=3 ROWS1=3 ROWS2=2 MAXT=9", "copy_is_the_item"),
+    "HEADFIRST": (f"SPAN=1 CAP=3 ROWS1=2 ROWS2=2 MAXT=8 LEARNERS=2 {LEARNER_DIES}", "item_is_not_dropped"),
+}
+
+
 def defines(configuration):
     values = dict(define.split("=") for define in configuration.split())
     return [f"-D{name}={value}" for name, value in values.items()]
@@ -89,6 +143,10 @@ def verify(folder, configuration):
 def verify_gate(folder, configuration):
     """The same for the gate of writers, up to the first cycle in which no writer gets on."""
     return run_spin(folder, GATE, configuration, ["-DNP"], ["-l", "-f"])
+
+
+def verify_queue(folder, configuration):
+    return run_spin(folder, QUEUE, f"{QUEUE_DEFAULTS} {configuration}", ["-DSAFETY", "-DNOFAIR"], [])
 
 
 def run_spin(folder, model, configuration, flags, arguments):
@@ -137,3 +195,25 @@ def test_writers_that_give_way_get_on_in_every_interleaving(tmp_path, name):
 def test_naive_gate_lets_writers_sleep(tmp_path, variant):
     report = verify_gate(tmp_path, f"{GATE_RIGHT['a learner that dies at any step']} {variant}=1")
     assert GATE_NAIVE[variant] in report, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUEUE_QUICK)
+def test_queue_holds_in_every_interleaving_of_one_writer_and_one_learner(tmp_path, name):
+    assert_no_error(verify_queue(tmp_path, QUEUE_QUICK[name]))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("name", QUEUE_RIGHT)
+def test_queue_holds_in_every_interleaving(tmp_path, name):
+    assert_no_error(verify_queue(tmp_path, QUEUE_RIGHT[name]))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("variant", QUEUE_NAIVE)
+def test_naive_queue_breaks_what_the_rule_is_for(tmp_path, variant):
+    configuration, verdict = QUEUE_NAIVE[variant]
+    report = verify_queue(tmp_path, f"{configuration} {variant}=1")
+    assert f"assertion violated {verdict}" in report, report
