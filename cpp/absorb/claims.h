@@ -143,7 +143,8 @@ class Claims {
   // Milliseconds since the item came, which is there.
   uint32_t age(uint64_t slot) const { return millis() - memory_.arrivals()[slot]; }
 
-  // Leaves and counts that follow from the claims, after a death in the midst. Sums are left to be computed. O(capacity).
+  // Leaves and counts that follow from the claims, after a death in the midst. Sums are left to be computed.
+  // O(capacity).
   void restore() {
     for (uint32_t i = 0; i < std::min<uint32_t>(header_.holders, kMaxParticipants); i++) holders_[i].items = 0;
     header_.held = 0;
@@ -228,7 +229,8 @@ class Claims {
     }
     if (!unused) {
       if (header_.holders >= static_cast<uint32_t>(kMaxParticipants))
-        throw std::runtime_error("more than " + std::to_string(kMaxParticipants) + " processes hold items of the queue");
+        throw std::runtime_error("more than " + std::to_string(kMaxParticipants) +
+                                 " processes hold items of the queue");
       unused = &holders_[header_.holders];
       *unused = {};
       header_.holders++;

@@ -45,7 +45,9 @@ class QueueRoom {
   }
 
   // Why the row with the lowest key that is needed is so.
-  Need oldest_need() { return header_.needed_from < header_.absorbed ? need_of(header_.needed_from, true) : Need::kNone; }
+  Need oldest_need() {
+    return header_.needed_from < header_.absorbed ? need_of(header_.needed_from, true) : Need::kNone;
+  }
 
   // Streams that may go on. O(capacity).
   uint64_t open_streams() {

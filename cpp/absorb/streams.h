@@ -29,7 +29,8 @@ class Streams {
   // Whether items may hold both the row and its predecessor.
   bool follows(const RowFacts& row) const { return row.prev_key1 && (view_.across || !(row.flags & kFirst)); }
 
-  // Whether a row has to wait for its predecessor: to be linked with it, or, in a queue, to say that nothing follows it.
+  // Whether a row has to wait for its predecessor: to be linked with it, or, in a queue, to say that nothing follows
+  // it.
   bool waits_for_predecessor(const RowFacts& row) const {
     return view_.linked() && (follows(row) || (ends_others_ && row.prev_key1));
   }

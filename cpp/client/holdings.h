@@ -78,9 +78,8 @@ class Holdings {
     follow_fork();
     std::vector<int64_t> keys;
     std::vector<uint64_t> left = key1_;
-    std::copy_if(order_.begin(), order_.end(), std::back_inserter(keys), [&](int64_t key) {
-      return contains(key) && std::exchange(left[slot_of(key)], 0) != 0;
-    });
+    std::copy_if(order_.begin(), order_.end(), std::back_inserter(keys),
+                 [&](int64_t key) { return contains(key) && std::exchange(left[slot_of(key)], 0) != 0; });
     return keys;
   }
 

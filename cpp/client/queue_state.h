@@ -22,14 +22,14 @@ inline std::optional<uint64_t> oldest_of_queue(SegmentMemory& m) {
 
 struct QueueState {
   uint64_t to_draw, held, dropped, head;
-  uint64_t limit;                // the ticket up to which writers may go
-  Need need;                     // why the oldest row that is needed is so
-  int64_t needed_key;            // its key; -1: none is needed
-  int64_t oldest_key;            // of the items that are to be drawn; -1: there is none
-  uint64_t oldest_age_ms;        // since that came
-  std::vector<ItemHolder> holders;   // of held items
-  uint64_t open_streams;         // that may go on; only if they are to be counted, which takes O(capacity)
-  uint64_t writers, waiting;     // alive; and of them those that wait for room
+  uint64_t limit;                   // the ticket up to which writers may go
+  Need need;                        // why the oldest row that is needed is so
+  int64_t needed_key;               // its key; -1: none is needed
+  int64_t oldest_key;               // of the items that are to be drawn; -1: there is none
+  uint64_t oldest_age_ms;           // since that came
+  std::vector<ItemHolder> holders;  // of held items
+  uint64_t open_streams;            // that may go on; only if they are to be counted, which takes O(capacity)
+  uint64_t writers, waiting;        // alive; and of them those that wait for room
 
   // Throws LockTimeout: nobody who waits may depend on a holder of the lock that is stopped.
   static QueueState of(Attachment& attachment, bool count_streams) {

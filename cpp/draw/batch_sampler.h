@@ -337,7 +337,7 @@ class BatchSampler {
       const bool is_there = leaf > 0 || (is_queue_ && Claims(memory_).of(slot).holder());
       if (memory_.at(slot) != key + 1 || !is_there) continue;
       drawing_.items.push_back({slot, key + 1, mass_of(tree, leaf), total_of(tree), min_mass, tree.count(),
-                        drawing_.chance(static_cast<size_t>(i), kNoChance)});
+                                drawing_.chance(static_cast<size_t>(i), kNoChance)});
     }
   }
 
@@ -355,14 +355,13 @@ class BatchSampler {
     for (size_t k = 0; k < count; k++) {
       const auto slot = static_cast<uint64_t>(drawing_.index[k]);
       drawn.mark(slot);
-      drawing_.items[drawing_.todo[k]] = {slot,  memory_.at(slot), tree.quantize(drawing_.leaf[k]),
-                                          total, min_mass,         tree.count(),
-                                          drawing_.chance(k)};
+      drawing_.items[drawing_.todo[k]] = {
+          slot, memory_.at(slot), tree.quantize(drawing_.leaf[k]), total, min_mass, tree.count(), drawing_.chance(k)};
     }
   }
 
-  // All items can be drawn again. If the lock is another's, who may be stopped: in the next epoch, or of a queue as soon
-  // as this process has the lock.
+  // All items can be drawn again. If the lock is another's, who may be stopped: in the next epoch, or of a queue as
+  // soon as this process has the lock.
   void give_back() {
     std::vector<int64_t> keys(drawing_.items.size());
     std::ranges::transform(drawing_.items, keys.begin(), &DrawnItem::key);
@@ -417,7 +416,8 @@ class BatchSampler {
         failed++;
       else
         copied.push_back(i);
-    if (auto& copier = copiers_[0]) copier->keep_touched(drawing_.items, copied, watch);  // the first is there from the start
+    if (auto& copier = copiers_[0])
+      copier->keep_touched(drawing_.items, copied, watch);  // the first is there from the start
     return copied;
   }
 

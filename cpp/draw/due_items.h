@@ -137,8 +137,7 @@ class DueItems {
     for (size_t k = 0; k < many; k++) {
       const auto slot = static_cast<uint64_t>(drawing_.index[k]);
       drawn.mark(slot);
-      drawing_.items[fresh_[from + k]] = {
-          slot, memory_.at(slot), 1, items, 1, tree.count(), drawing_.chance(from + k)};
+      drawing_.items[fresh_[from + k]] = {slot, memory_.at(slot), 1, items, 1, tree.count(), drawing_.chance(from + k)};
     }
     epochs_.take(drawing_.index.data(), static_cast<int>(many));
   }

@@ -86,7 +86,9 @@ class OldestItems {
   void give_back(const std::vector<int64_t>& keys) { claims_.release(keys, memory_.presence()); }
 
  private:
-  static uint64_t least(int n, const DrawRules& rules) { return static_cast<uint64_t>(rules.at_least ? rules.at_least : n); }
+  static uint64_t least(int n, const DrawRules& rules) {
+    return static_cast<uint64_t>(rules.at_least ? rules.at_least : n);
+  }
 
   // Where the oldest row lies that the ring can hold: from there on slots are in the order of their keys.
   uint64_t oldest_slot() const { return memory_.slot_of(header_.absorbed); }

@@ -65,7 +65,8 @@ PyObject* sample_and(const char* name, PyObject* self, PyObject* const* args, Py
     }
     if (nargs == 5) throw std::invalid_argument("a batch of an epoch goes into memory of its own");
     if (queue.at_least && queue.at_least < n)
-      throw std::invalid_argument("a batch that may be shorter goes into memory of its own: leave out= or at_least= out");
+      throw std::invalid_argument(
+          "a batch that may be shorter goes into memory of its own: leave out= or at_least= out");
     GivenBatch given(attached->outputs(), n, args[3], reserved_names());
     given.point(pointers);
     const DrawResult result = s.learner->draw(n, beta, patience, pointers, threads, kNever, queue);
@@ -75,8 +76,8 @@ PyObject* sample_and(const char* name, PyObject* self, PyObject* const* args, Py
   });
 }
 
-// sample(n, beta, deadline, out, [last_epoch] or [at_least, loop]) -> batch, which is `out` unless that is None, or what
-// explain() says. `last_epoch` as in DrawRules, the others, of a queue, as in QueueDraw.
+// sample(n, beta, deadline, out, [last_epoch] or [at_least, loop]) -> batch, which is `out` unless that is None, or
+// what explain() says. `last_epoch` as in DrawRules, the others, of a queue, as in QueueDraw.
 inline PyObject* sample(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return sample_and("sample", self, args, nargs, [](PyObject* batch, const DrawResult& result) {
     return batch ? batch : explain(result.outcome, result.shortage);

@@ -62,12 +62,11 @@ inline PyObject* queue_state(PyObject* self, PyObject* count_streams) {
                                             h.presence == own ? Py_True : Py_False)));
       if (PyList_Append(holders.get(), entry.get())) throw PythonError{};
     }
-    return checked(Py_BuildValue("{sKsKsKsKsKsIsLsLsdsOsKsKsK}", "to_draw", s.to_draw, "held", s.held, "dropped",
-                                 s.dropped, "head", s.head, "limit", s.limit, "need", static_cast<unsigned>(s.need),
-                                 "needed_key", static_cast<long long>(s.needed_key), "oldest_key",
-                                 static_cast<long long>(s.oldest_key), "oldest_age",
-                                 static_cast<double>(s.oldest_age_ms) * 1e-3, "holders", holders.get(),
-                                 "open_streams", s.open_streams, "writers", s.writers, "waiting", s.waiting));
+    return checked(Py_BuildValue(
+        "{sKsKsKsKsKsIsLsLsdsOsKsKsK}", "to_draw", s.to_draw, "held", s.held, "dropped", s.dropped, "head", s.head,
+        "limit", s.limit, "need", static_cast<unsigned>(s.need), "needed_key", static_cast<long long>(s.needed_key),
+        "oldest_key", static_cast<long long>(s.oldest_key), "oldest_age", static_cast<double>(s.oldest_age_ms) * 1e-3,
+        "holders", holders.get(), "open_streams", s.open_streams, "writers", s.writers, "waiting", s.waiting));
   });
 }
 

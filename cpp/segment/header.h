@@ -37,9 +37,9 @@ struct SamplerConfig {
   double alpha = 0;
   double eps = 0;
   Initial initial = Initial::kMaxSeen;
-  double initial_raw = 1;  // kNumber: that number; kMaxHeld: what counts where no item is held
-  uint32_t epochs = 0;     // 1: every item is drawn once before any is drawn again; leaves are those of Epochs
-  uint32_t queue = 0;      // 1: the oldest items first, each held by one process until it is done with it
+  double initial_raw = 1;    // kNumber: that number; kMaxHeld: what counts where no item is held
+  uint32_t epochs = 0;       // 1: every item is drawn once before any is drawn again; leaves are those of Epochs
+  uint32_t queue = 0;        // 1: the oldest items first, each held by one process until it is done with it
   uint32_t drop_oldest = 0;  // of a queue: 1: writers overwrite what is still to be drawn; 0: they wait
   uint64_t max_draws = 0;    // of a queue: how often an item is handed out
   uint64_t window = 0;       // of a queue: rows by which items overtake older ones that are not complete; 0: any
@@ -178,8 +178,8 @@ struct Header {
   // Of a queue: the anchor of an item that was not complete at the last look, the last row of it, and its steps so far.
   uint64_t unfinished_key, unfinished_last, unfinished_last_key1;
   uint32_t unfinished_steps;
-  uint32_t holders;          // entries of the table of holders that were ever used
-  uint64_t epochs;           // twice those that have ended, of draws without replacement; odd while one begins
+  uint32_t holders;  // entries of the table of holders that were ever used
+  uint64_t epochs;   // twice those that have ended, of draws without replacement; odd while one begins
 
   // Twice the times that rows were rewritten under the mutex, less one while they are.
   alignas(kLine) std::atomic<uint64_t> rewrites;

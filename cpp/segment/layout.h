@@ -60,9 +60,26 @@ struct Layout {
   // Of everything that two processes must agree on.
   uint64_t hash() const {
     Hash h;
-    for (uint64_t v : {kFormatVersion, capacity, record_stride, records, at, links, drawn, pending, tree, bytes,
-                       uint64_t{view.span}, uint64_t{view.min_steps}, uint64_t{view.stride}, uint64_t{view.history},
-                       uint64_t{view.across}, uint64_t{view.priority_steps}, rewrite, holders, claims, arrivals})
+    for (uint64_t v : {kFormatVersion,
+                       capacity,
+                       record_stride,
+                       records,
+                       at,
+                       links,
+                       drawn,
+                       pending,
+                       tree,
+                       bytes,
+                       uint64_t{view.span},
+                       uint64_t{view.min_steps},
+                       uint64_t{view.stride},
+                       uint64_t{view.history},
+                       uint64_t{view.across},
+                       uint64_t{view.priority_steps},
+                       rewrite,
+                       holders,
+                       claims,
+                       arrivals})
       h.mix(v);
     for (const Field& f : fields) h.mix(static_cast<uint64_t>(f.element)).mix(f.nbytes).mix(f.offset).mix(f.stride);
     return h.value();

@@ -121,8 +121,8 @@ class RingWriter {
     entry_.last_write.store(machine_ns(CLOCK_MONOTONIC_COARSE), std::memory_order_relaxed);
   }
 
-  // In a queue each ticket below the limit is of a slot that no item needs, and none beyond it may be taken. Takes those
-  // from `first` on, fewer than `chunk` where the limit says so. False: another writer was faster.
+  // In a queue each ticket below the limit is of a slot that no item needs, and none beyond it may be taken. Takes
+  // those from `first` on, fewer than `chunk` where the limit says so. False: another writer was faster.
   static bool take_within_limit(Header& h, uint64_t& first, uint64_t& chunk) {
     const uint64_t limit = h.ticket_limit.load(std::memory_order_acquire);
     if (first >= limit) return false;

@@ -197,7 +197,7 @@ def test_naive_gate_lets_writers_sleep(tmp_path, variant):
     assert GATE_NAIVE[variant] in report, report
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("name", QUEUE_QUICK)
 def test_queue_holds_in_every_interleaving_of_one_writer_and_one_learner(tmp_path, name):
     assert_no_error(verify_queue(tmp_path, QUEUE_QUICK[name]))
