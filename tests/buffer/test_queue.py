@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from forked import Forked, eventually, shared_counters
+from torch.utils.data import DataLoader
 
 import torchreplay as tr
 
@@ -275,6 +276,14 @@ def test_an_episode_that_is_given_up_keeps_no_room(how):
         got = [action for batch in tr.ReplayDataset(buffer, 5) for action in batch["action"].tolist()]
         thread.join()
         assert got == list(range(90))
+
+
+def test_workers_of_a_loader_are_refused():
+    with queue(items=20) as buffer:
+        loader = DataLoader(tr.ReplayDataset(buffer, 4), batch_size=None, num_workers=1)
+        with pytest.raises(RuntimeError, match="leave num_workers at 0"):
+            next(iter(loader))
+        assert values(buffer.sample(3)) == [0, 1, 2]
 
 
 # Waits that cannot end

@@ -18,7 +18,7 @@ from torchreplay.cuda.copies import require_devices
 from torchreplay.cuda.staging import Staging
 from torchreplay.errors import ReplayLost, Stopped
 from torchreplay.schema.batch import ReplayBatch
-from torchreplay.schema.samplers import keeps_epochs
+from torchreplay.schema.samplers import Fifo, keeps_epochs
 from torchreplay.segment.transient import Transient
 from torchreplay.segment.waits import ShownWait, Wait
 from torchreplay.validation import as_numbers, checked_choice, checked_int, checked_timeout
@@ -447,6 +447,12 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
 
     def _share_of_this_worker(self) -> int | None:
         worker = get_worker_info()
+        if worker is not None and isinstance(self.buffer.sampler, Fifo):
+            raise RuntimeError(
+                "ReplayDataset over a queue in a worker of a DataLoader: a worker asks for more before the training "
+                "loop has had its last batches, and so would lose what it held. Drawing is native: leave num_workers "
+                "at 0"
+            )
         if self.steps is None or worker is None:
             if worker is not None and self.epochs is not None:
                 raise RuntimeError(
