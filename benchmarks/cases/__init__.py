@@ -15,6 +15,7 @@ from benchmarks.cases.loader import measure_loader
 from benchmarks.cases.memory import measure_memory
 from benchmarks.cases.monitor import measure_monitor
 from benchmarks.cases.overload import measure_overload
+from benchmarks.cases.queueing import measure_queue
 from benchmarks.cases.ray import measure_ray
 from benchmarks.cases.recovery import measure_recovery
 from benchmarks.cases.remote import measure_remote
@@ -45,6 +46,7 @@ CASES: Mapping[str, Case] = {
     "checkpoint": measure_checkpoint,
     "contest": measure_contest,
     "overload": measure_overload,
+    "queue": measure_queue,
     "kills": measure_kills,
     "memory": measure_memory,
     "recovery": measure_recovery,
