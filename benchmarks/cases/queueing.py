@@ -54,11 +54,12 @@ def _memcpy(item_bytes: int) -> float:
     source, target = np.zeros((512, item_bytes), np.uint8), np.zeros((64, item_bytes), np.uint8)
     places = count()
 
-    def copy() -> None:
-        first = next(places) % 8 * 64
-        np.copyto(target, source[first : first + 64])
+    def copy(n: int) -> None:
+        for _ in range(n):
+            first = next(places) % 8 * 64
+            np.copyto(target, source[first : first + 64])
 
-    seconds = interleave([Candidate("copy", lambda n: [copy() for _ in range(n)])], 21, 0.005)["copy"]
+    seconds = interleave([Candidate("copy", copy)], 21, 0.005)["copy"]
     return target.nbytes / float(np.median(seconds))
 
 
@@ -66,7 +67,7 @@ def _draws(plan: Plan) -> Iterator[Line]:
     """A queue that holds almost all that fits, beside a prioritized buffer that is full."""
     capacity = plan.capacity(CAPACITY)
     rows = {"x": torch.rand(4096, 8)}
-    samplers = {OURS: tr.Fifo(), REPLAY: tr.Prioritized()}
+    samplers: dict[str, tr.Fifo | tr.Prioritized] = {OURS: tr.Fifo(), REPLAY: tr.Prioritized()}
     buffers = {name: tr.ReplayBuffer({"x": tr.Field(8)}, capacity, sampler=own) for name, own in samplers.items()}
     for buffer in buffers.values():
         for _ in range(capacity // 4096):

@@ -84,6 +84,7 @@ class Absorber {
   // Takes the rows away that lie in the slots [first, last), at most kChunk of them, and have keys below `end`.
   void clear(uint64_t first, uint64_t last, uint64_t end) {
     const DirtyScope dirty(header_, Dirty::kSlots);
+    const uint64_t dropped = header_.dropped_items;
     head_ = header_.absorbed;
     for (uint64_t slot = first; slot < last; slot++) {
       std::atomic<uint64_t>& word = memory_.row(slot).word;
@@ -98,6 +99,7 @@ class Absorber {
       TORCHREPLAY_FAULT("clear.voided");
       sync_below(slot, head_);
     }
+    header_.dropped_items = dropped;  // nobody overwrote them
     leaves_.flush();
   }
 

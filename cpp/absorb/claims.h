@@ -164,6 +164,7 @@ class Claims {
   void release_all() {
     for (uint64_t slot = 0; slot < memory_.capacity(); slot++) {
       const Claim claim = of(slot);
+      arrive(slot);  // by the clock of this boot
       if (!claim.holder()) continue;
       if (may_come_again(slot, claim.draws())) tree_.leaves()[slot] = 1;
       words_[slot] = claim.free().word;

@@ -40,6 +40,7 @@ class QueueRoom {
   uint64_t settled_below() {
     uint64_t& below = header_.settled_below;
     below = std::max(below, header_.needed_from);
+    if (header_.absorbed > memory_.capacity()) below = std::max(below, header_.absorbed - memory_.capacity());
     advance(below, true, [](Need need) { return need == Need::kNone || need == Need::kToDraw || need == Need::kHeld; });
     return below;
   }

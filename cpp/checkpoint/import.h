@@ -160,6 +160,7 @@ class Import {
     if (Claims::are_kept(header_)) {
       Claims claims(memory_);
       claims.begin(slot, 0);
+      claims.arrive(slot);
       claims.set_draws(slot, leaf > 1 ? static_cast<uint64_t>(leaf) - 1 : 0);
     }
     TORCHREPLAY_FAULT("import.copied");

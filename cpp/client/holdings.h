@@ -36,7 +36,8 @@ class Holdings {
     if (order_.size() > 2 * count_ + kSlack) order_ = all();
   }
 
-  // What the loop got last, which it holds no longer.
+  // What the loop got last, which it holds no longer. As soon as others may draw these items again, it is too late to
+  // forget them.
   std::vector<int64_t> end_batch(uint64_t loop) {
     follow_fork();
     const auto found = loops_.find(loop);
@@ -44,12 +45,20 @@ class Holdings {
     std::vector<int64_t> keys = std::exchange(found->second, {});
     loops_.erase(found);
     std::erase_if(keys, [&](int64_t key) { return !contains(key); });
+    remove(keys);
     return keys;
   }
 
-  // Nothing came of that.
-  void resume_batch(uint64_t loop, std::vector<int64_t> keys) {
-    if (!keys.empty()) loops_[loop] = std::move(keys);
+  // What the loop got last is held by hand from now on.
+  void keep_batch(uint64_t loop) { loops_.erase(loop); }
+
+  // Items in batches that other loops got last.
+  uint64_t in_other_loops(uint64_t loop) {
+    follow_fork();
+    uint64_t n = 0;
+    for (const auto& [number, keys] : loops_)
+      if (number != loop) n += keys.size();
+    return n;
   }
 
   bool contains(int64_t key) const {
@@ -70,7 +79,7 @@ class Holdings {
       key1_[slot_of(key)] = 0;
       count_--;
     }
-    if (count_ == 0) clear();
+    if (count_ == 0) order_.clear();
   }
 
   // In the order in which they were got.
@@ -93,15 +102,11 @@ class Holdings {
 
   uint64_t slot_of(int64_t key) const { return memory_.slot_of(static_cast<uint64_t>(key)); }
 
-  void clear() {
+  void follow_fork() {
+    if (std::exchange(generation_, fork_generation.load(std::memory_order_relaxed)) == fork_generation.load()) return;
     count_ = 0;
     order_.clear();
     loops_.clear();
-  }
-
-  void follow_fork() {
-    if (std::exchange(generation_, fork_generation.load(std::memory_order_relaxed)) == fork_generation.load()) return;
-    clear();
     std::ranges::fill(key1_, 0);
   }
 

@@ -23,12 +23,11 @@ struct DrawResult {
   DrawnFrom from = {};
 };
 
-// What a draw from a queue may do.
+// What a draw from a queue may do. Who asks for batches one after the other is a loop.
 struct QueueDraw {
-  static constexpr uint64_t kThreads = kNever;  // the loop of the calling thread
-
   int at_least = 0;   // items; 0: all that are asked for
-  uint64_t loop = 0;  // what it got before is done; 0: nothing is
+  uint64_t loop = 0;  // that gets the batch; 0: none
+  uint64_t ends = 0;  // the loop whose last batch is done; 0: none's is
 };
 
 // All threads of a process share it. Guarded by the caller's lock, which it lets go of while it waits and copies.
@@ -157,7 +156,7 @@ class Learner {
     DrawResult result;
     join();
     NextDraw next(*this);
-    EndedBatch ended(*this, queue.loop);
+    EndedBatch ended(*this, queue.ends);
     const DrawRules rules{.last_epoch = last_epoch, .at_least = queue.at_least, .done = &ended.keys};
     try {
       a->settle(patience);
@@ -180,8 +179,7 @@ class Learner {
     if (result.outcome != Draw::kDone) return result;
     next.keep();
     note_draw(result.count);
-    ended.settle();
-    if (Claims::are_kept(a->memory().header())) got(out.keys, result.count, queue.loop);
+    if (Claims::are_kept(a->memory().header())) got(*a, out.keys, result.count, queue.loop);
     return result;
   }
 
@@ -192,10 +190,17 @@ class Learner {
   // A loop with a number of its own.
   uint64_t new_loop() { return holdings_.new_loop(); }
 
-  // A loop got these items.
-  void got(const int64_t* keys, int n, uint64_t loop) {
-    if (!closed()) holdings_.add(keys, n, number_of(loop));
+  // A loop got these items; or nobody did, as this was closed meanwhile.
+  void got(Attachment& a, const int64_t* keys, int n, uint64_t loop) {
+    if (closed())
+      a.release({keys, keys + n});
+    else
+      holdings_.add(keys, n, loop);
   }
+
+  // Of those that this process was handed, the ones that other loops got last.
+  uint64_t held_by_other_loops(uint64_t loop) { return holdings_.in_other_loops(loop); }
+  uint64_t held_items() { return holdings_.count(); }
 
   // What a loop got last is done.
   void end_loop(uint64_t loop) {
@@ -204,6 +209,9 @@ class Learner {
     require_open()->commit(ended.keys);
     ended.keys.clear();
   }
+
+  // What a loop got last is held until commit() or release().
+  void keep_loop(uint64_t loop) { holdings_.keep_batch(loop); }
 
   // What a loop got last goes back.
   void leave_loop(uint64_t loop) {
@@ -220,14 +228,10 @@ class Learner {
 
   // These are done, or are in their places again. Returns how many still were this process's.
   uint64_t commit(const std::vector<int64_t>& keys) {
-    const uint64_t n = require_open()->commit(keys);
-    holdings_.remove(keys);
-    return n;
+    return end(keys, [&](Attachment& a) { return a.commit(keys); });
   }
   uint64_t release(const std::vector<int64_t>& keys) {
-    const uint64_t n = require_open()->release(keys);
-    holdings_.remove(keys);
-    return n;
+    return end(keys, [&](Attachment& a) { return a.release(keys); });
   }
 
   // Copies the items anchored at `keys` that can be drawn, in their order. `step`: of the draw of this process whose
@@ -298,31 +302,29 @@ class Learner {
   class EndedBatch {
    public:
     EndedBatch(Learner& learner, uint64_t loop)
-        : keys(loop ? learner.holdings_.end_batch(learner.number_of(loop)) : std::vector<int64_t>{}),
-          learner_(learner),
-          loop_(learner.number_of(loop)),
-          all_(keys) {}
-    ~EndedBatch() { settle(); }
-    EndedBatch(const EndedBatch&) = delete;
-
-    // Before the loop gets items again, which may be the same.
-    void settle() {
-      if (keys.empty())
-        learner_.holdings_.remove(std::exchange(all_, {}));
-      else
-        learner_.holdings_.resume_batch(loop_, std::exchange(keys, {}));
+        : keys(loop ? learner.holdings_.end_batch(loop) : std::vector<int64_t>{}), learner_(learner), loop_(loop) {}
+    ~EndedBatch() {
+      if (!keys.empty()) learner_.holdings_.add(keys.data(), static_cast<int>(keys.size()), loop_);
     }
+    EndedBatch(const EndedBatch&) = delete;
 
     std::vector<int64_t> keys;  // emptied when they are done
 
    private:
     Learner& learner_;
     uint64_t loop_;
-    std::vector<int64_t> all_;
   };
 
-  static uint64_t number_of(uint64_t loop) {
-    return loop == QueueDraw::kThreads ? static_cast<uint64_t>(pthread_self()) : loop;
+  template <class End>
+  uint64_t end(const std::vector<int64_t>& keys, const End& end) {
+    const std::shared_ptr<Attachment> a = require_open();
+    holdings_.remove(keys);
+    try {
+      return end(*a);
+    } catch (...) {
+      if (!closed()) holdings_.add(keys.data(), static_cast<int>(keys.size()), 0);
+      throw;
+    }
   }
 
   // The last `n` draws of this process, up to that of this name, have not happened, unless others have followed.

@@ -65,7 +65,7 @@ class PrefetchStream {
     if (Claims::are_kept(attachment->memory().header())) {
       BatchPointers out;
       taken.memory->point(out);
-      learner_->got(out.keys, taken.count, loop_);
+      learner_->got(*attachment, out.keys, taken.count, loop_);
     }
     forget(1);
     return taken;

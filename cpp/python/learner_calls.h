@@ -47,10 +47,10 @@ inline PyObject* told(PyObject* batch, const DrawnFrom& from) {
 template <class Give>
 PyObject* sample_and(const char* name, PyObject* self, PyObject* const* args, Py_ssize_t nargs, Give&& give) {
   return method<SegmentObject>(self, [&](SegmentObject& s) {
-    if (nargs != 5 && nargs != 6) expect_args(name, nargs, 4);
+    if (nargs != 5 && nargs != 7) expect_args(name, nargs, 4);
     const int n = as_count(args[0]);
     const uint64_t last_epoch = nargs == 5 ? as_uint(args[4]) : kNever;
-    const QueueDraw queue = nargs == 6 ? QueueDraw{as_count(args[4]), as_uint(args[5])} : QueueDraw{};
+    const QueueDraw queue = nargs == 7 ? QueueDraw{as_count(args[4]), as_uint(args[5]), as_uint(args[6])} : QueueDraw{};
     const double beta = as_double(args[1]);
     const Patience patience{as_int(args[2]), true};
     const std::shared_ptr<AttachedSegment> attached = s.attached();
@@ -76,8 +76,8 @@ PyObject* sample_and(const char* name, PyObject* self, PyObject* const* args, Py
   });
 }
 
-// sample(n, beta, deadline, out, [last_epoch] or [at_least, loop]) -> batch, which is `out` unless that is None, or
-// what explain() says. `last_epoch` as in DrawRules, the others, of a queue, as in QueueDraw.
+// sample(n, beta, deadline, out, [last_epoch] or [at_least, loop, ends]) -> batch, which is `out` unless that is None,
+// or what explain() says. `last_epoch` as in DrawRules, the others, of a queue, as in QueueDraw.
 inline PyObject* sample(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return sample_and("sample", self, args, nargs, [](PyObject* batch, const DrawResult& result) {
     return batch ? batch : explain(result.outcome, result.shortage);

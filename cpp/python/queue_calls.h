@@ -51,6 +51,20 @@ inline PyObject* leave_loop(PyObject* self, PyObject* loop) {
   });
 }
 
+// keep_loop(loop): what that one got last is held until commit() or release().
+inline PyObject* keep_loop(PyObject* self, PyObject* loop) {
+  return method<SegmentObject>(self, [&](SegmentObject& s) { s.learner->keep_loop(as_uint(loop)); });
+}
+
+// held_elsewhere(loop) -> items that this process holds, but the loop does not get by asking for more, nor by commit():
+// those in other loops' last batches.
+inline PyObject* held_elsewhere(PyObject* self, PyObject* loop) {
+  return method<SegmentObject>(self, [&](SegmentObject& s) {
+    s.attached();
+    return s.learner->held_by_other_loops(as_uint(loop));
+  });
+}
+
 // queue_state(count_streams) -> dict: the fields of QueueState; `holders` is a list of (pid, items, mine).
 inline PyObject* queue_state(PyObject* self, PyObject* count_streams) {
   return on_segment(self, [&](AttachedSegment& segment) {

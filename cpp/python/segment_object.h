@@ -199,6 +199,8 @@ inline PyMethodDef methods[] = {
      nullptr},
     {"end_loop", end_loop, METH_O, nullptr},
     {"leave_loop", leave_loop, METH_O, nullptr},
+    {"keep_loop", keep_loop, METH_O, nullptr},
+    {"held_elsewhere", held_elsewhere, METH_O, nullptr},
     {"queue_state", queue_state, METH_O, nullptr},
     {"withdraw", segment_method<[](Attachment& a) { a.withdraw_demand(); }>, METH_NOARGS, nullptr},
     {"admit_writers_of", fast(admit_writers_of), METH_FASTCALL, nullptr},

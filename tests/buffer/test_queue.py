@@ -88,10 +88,74 @@ def test_what_a_loop_holds_is_done_when_it_asks_for_more():
 def test_loops_of_two_threads_do_not_end_each_others_batches():
     with queue(items=60) as buffer:
         buffer.sample(10)
-        thread = threading.Thread(target=lambda: [buffer.sample(5), buffer.sample(5)])
+        sampled, over = threading.Event(), threading.Event()
+
+        def learn():
+            buffer.sample(5)
+            buffer.sample(5)
+            sampled.set()
+            over.wait()
+
+        thread = threading.Thread(target=learn)
         thread.start()
-        thread.join()
+        sampled.wait()
         assert buffer.stats().held_items == 15
+        over.set()
+        thread.join()
+        eventually(lambda: buffer.stats().held_items == 10)  # what a thread holds goes back when it ends
+        assert values(buffer.sample(7)) == [*range(15, 20), 20, 21]
+
+
+def test_threads_that_give_back_what_they_draw_keep_nothing():
+    with queue(items=60, max_draws=3) as buffer:
+
+        def learn():
+            for _ in range(300):
+                buffer.release(buffer.sample(8))
+
+        threads = [threading.Thread(target=learn) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (buffer.stats().held_items, buffer.num_items) == (0, 60)
+
+
+@pytest.mark.parametrize("max_draws", [1, 2])
+def test_loops_of_several_threads_end_and_hold_nothing(max_draws):
+    with queue(256, max_draws=max_draws) as buffer:
+        drawn = np.zeros(3000, int)
+
+        def learn():
+            for batch in tr.ReplayDataset(buffer, 7, prefetch=2):
+                np.add.at(drawn, values(batch), 1)
+
+        writer = writing(buffer, range(3000))
+        threads = [threading.Thread(target=learn) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in (writer, *threads):
+            thread.join()
+        assert (drawn == max_draws).all()
+        assert buffer.stats().held_items == 0
+
+
+def test_a_batch_that_does_not_arrive_goes_back():
+    with queue(items=20) as buffer:
+        assert values(buffer.sample(4)) == [0, 1, 2, 3]
+        with pytest.raises((RuntimeError, AssertionError, ValueError)):
+            buffer.sample(4, device="cuda:99")
+        assert values(buffer.sample(4)) == [4, 5, 6, 7]
+        with pytest.raises(ValueError, match="no 'key'"):
+            buffer.commit({"x": 1})
+
+
+def test_an_iteration_that_cannot_go_on_says_so():
+    with tr.ReplayBuffer(SPEC, 100, sampler=tr.Fifo(), limiter=tr.MinSize(10)) as buffer:
+        buffer.extend(x=np.arange(5))
+        for prefetch in (0, 2):
+            with pytest.raises(tr.WouldBlockForever, match="5 items were inserted, 10 are needed"):
+                next(iter(tr.ReplayDataset(buffer, 2, prefetch=prefetch)))
 
 
 def test_by_hand_only_commit_ends_what_is_held():

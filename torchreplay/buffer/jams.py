@@ -124,32 +124,39 @@ class LearnerJam:
         self._seen: Any = None
         self._since = time.monotonic()
 
-    def check(self, at_least: int) -> None:
+    def check(self, at_least: int, loop: int) -> None:
         """Looks at the queue.
 
         Args:
             at_least: Items that the learner waits for.
+            loop: The number of its loop.
 
         Raises:
             WouldBlockForever: Nobody but the waiting learner could make room.
         """
         state = state_of(self._segment)
-        if state is None or state["head"] < state["limit"] or state["need"] not in (Need.TO_DRAW, Need.HELD):
+        if state is None or state["head"] < state["limit"] or state["need"] == Need.NONE:
             self._seen = None
             return
         mine = sum(items for _, items, own in state["holders"] if own)
+        others = state["held"] - mine + self._segment.held_elsewhere(loop)
+        by_writers = state["need"] in (Need.UNFINISHED, Need.UNWRITTEN)
+        moves = others or (by_writers and state["waiting"] < state["writers"])
         key = state["head"], state["limit"], state["to_draw"], state["held"]
-        if state["held"] > mine or key != self._seen:
-            self._seen, self._since = (None if state["held"] > mine else key), time.monotonic()
+        if moves or key != self._seen:
+            self._seen, self._since = (None if moves else key), time.monotonic()
             return
         census = self._segment.census(True)
         alone = not census["others_learning"] and threading.active_count() == 1
         if time.monotonic() - self._since < (0.0 if alone else RETURN_GRACE):
             return
         advice = "call commit() or release() first" if mine else "ask for fewer, or for at_least=1"
+        if state["need"] == Need.UNFINISHED:
+            advice = f"an unfinished episode keeps its place, and its writer has no room to go on; {advice}"
+        rows = self._config.view.rows_of_an_item
         raise WouldBlockForever(
             f"sample() of {self._config.called} would wait for ever: the queue is full, and its writers wait for room. "
             f"{at_least:,} items are asked for, {state['to_draw']:,} can be drawn, and this process holds {mine:,} of "
             f"the {self._config.capacity:,} rows' items; {advice}, or choose a capacity of at least "
-            f"{self._config.capacity + at_least:,}"
+            f"{self._config.capacity + at_least * rows:,}"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from torchreplay.buffer.base import MAX_BATCH
@@ -23,30 +23,74 @@ if TYPE_CHECKING:
     from torchreplay.buffer.local_sampler import LocalSampler
 
 NO_LOOP = 0
-THIS_THREAD = (1 << 64) - 1
-"""Numbers of loops for the native core: none, and that of the thread that calls."""
+"""The number of a loop for the native core that none has."""
 
 
-def taking(sampler: LocalSampler, at_least: int, loop: int) -> Sample:
+def taking(sampler: LocalSampler, at_least: int, loop: int, ends: int) -> Sample:
     """Returns what draws from a queue as the segment's `sample` does.
 
     Args:
         sampler: Of the queue.
         at_least: Items in a batch, at the least.
-        loop: Who gets it: what that one got before is done.
+        loop: The number under which the batch is held.
+        ends: That of what is done when it is drawn.
     """
     segment, jam = sampler.segment, None
 
     def sample(n: int, beta: float, deadline: int, out: ReplayBatch | None) -> Any:
         nonlocal jam
-        result: Any = segment.sample(n, beta, deadline, out, at_least, loop)
+        result: Any = segment.sample(n, beta, deadline, out, at_least, loop, ends)
         if result.__class__ is not ReplayBatch and result[0] == "wait":
             if jam is None:
                 jam = LearnerJam(segment, sampler.config)
-            jam.check(at_least)
+            jam.check(at_least, loop)
         return result
 
     return sample
+
+
+class Loop:
+    """What a thread that calls `sample` holds: done when it asks for more, and back in its place when it ends.
+
+    A batch is held under a number of its own until it has arrived: an error on its way gives it back.
+
+    Args:
+        segment: The queue's memory.
+        by_hand: Only `commit` ends what it holds.
+
+    Attributes:
+        held: The number under which the last batch is held.
+        coming: That of the batch that is being drawn.
+    """
+
+    def __init__(self, segment: _C.Segment, by_hand: bool) -> None:
+        self._segment, self._by_hand = segment, by_hand
+        self.held = self.coming = NO_LOOP
+
+    def begin(self) -> tuple[int, int]:
+        """Returns the number for the next batch, and that of what is done then."""
+        self.give_up()
+        self.coming = self._segment.new_loop()
+        return self.coming, self.held
+
+    def arrive(self) -> None:
+        """Says that the batch is there."""
+        if self._by_hand:
+            self._segment.keep_loop(self.coming)
+        else:
+            self.held = self.coming
+        self.coming = NO_LOOP
+
+    def give_up(self) -> None:
+        """Gives back what was drawn and has not arrived."""
+        if self.coming:
+            self._segment.leave_loop(self.coming)
+            self.coming = NO_LOOP
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # the buffer may be closed, and the interpreter at its end
+            if self.held:
+                self._segment.leave_loop(self.held)
 
 
 class Queue(Configured):
@@ -85,22 +129,22 @@ class Queue(Configured):
             2
         """
         self._require_queue("claim()")
-        if getattr(self._local, "claims", False):
-            raise RuntimeError("claim() within another claim() of this thread: end that first, or claim more at once")
-        loop = self._segment.new_loop()
-        batch = self._sample_queue(batch_size, None, timeout, None, at_least, loop)
         local = self._local  # which close() replaces
-        local.claims = True
+        if getattr(local, "claim", None) is not None:
+            raise RuntimeError("claim() within another claim() of this thread: end that first, or claim more at once")
+        local.claim = claim = Loop(self._segment, by_hand=False)
         try:
+            batch = self._sample_queue(batch_size, None, timeout, None, None, at_least, claim)
             yield batch
         except BaseException:
             if not self._segment.closed:  # else all went back
-                self._segment.leave_loop(loop)
+                claim.give_up()
+                self._segment.leave_loop(claim.held)
             raise
         else:
-            self._segment.end_loop(loop)
+            self._segment.end_loop(claim.held)
         finally:
-            local.claims = False
+            local.claim = None
 
     def commit(self, batch: ReplayBatch | torch.Tensor | None = None) -> int:
         """Ends what is held: these items leave the queue, or come again where `max_draws` says so.
@@ -150,7 +194,12 @@ class Queue(Configured):
         return self._segment.release(self._held_keys(batch))
 
     def _held_keys(self, batch: Any) -> Any:
-        return keys_of(batch, self._nonce) if isinstance(batch, dict) else batch
+        if not isinstance(batch, dict):
+            return batch
+        keys = keys_of(batch, self._nonce)
+        if keys is None:
+            raise ValueError("the batch has no 'key', which says whose items they are; give a batch, or its keys")
+        return keys
 
     def _require_queue(self, call: str) -> Fifo:
         sampler = self._config.sampler
@@ -167,16 +216,29 @@ class Queue(Configured):
         beta: Schedule | None,
         timeout: float | None,
         out: ReplayBatch | None,
+        device: Any,
         at_least: int | None,
-        loop: int | None = None,
+        loop: Loop | None = None,
     ) -> ReplayBatch:
         """Does what `sample` does of a queue, for a loop; None: that of this thread."""
-        commit = self._require_queue("at_least=").commit
+        by_hand = self._require_queue("at_least=").commit == "manual"
         batch_size = checked_int("batch_size", batch_size, 1, MAX_BATCH)
         least = batch_size if at_least is None else checked_int("at_least", at_least, 1, batch_size)
         if least > self._config.capacity:
             what = f"batch_size is {batch_size}" if at_least is None else f"at_least is {at_least}"
             raise ValueError(f"{what}: the queue holds {self._config.capacity:,} rows, and never has as many items")
         if loop is None:
-            loop = THIS_THREAD if commit == "next" else NO_LOOP
-        return self._sampler.draw(batch_size, beta, timeout, Wait, out, taking(self._sampler, least, loop))
+            loop = getattr(self._local, "loop", None)
+            if loop is None:
+                loop = self._local.loop = Loop(self._segment, by_hand)
+        coming, ends = loop.begin()
+        try:
+            batch = self._sampler.draw(batch_size, beta, timeout, Wait, out, taking(self._sampler, least, coming, ends))
+            if device is not None:
+                batch = batch.to(device)
+        except BaseException:
+            if not self._segment.closed:
+                loop.give_up()
+            raise
+        loop.arrive()
+        return batch

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from torchreplay.buffer.local_sampler import LocalSampler
 
 
+MOST_LOOKS = 20
+"""How often in a row a batch of one item is refused, though items are there, before that is the end."""
+
+
 class QueueIterator(PrefetchIterator):
     """As `PrefetchIterator`, of a queue. Where no writer is left, the last batch may be shorter, and then it is over.
 
@@ -32,6 +36,7 @@ class QueueIterator(PrefetchIterator):
         assert isinstance(sampler, Fifo)
         self._loop = self._segment.new_loop() if sampler.commit == "next" else NO_LOOP
         self._at_least = spec.batch_size
+        self._refused = 0
         self._jam = LearnerJam(self._segment, source.config)
         self._is_first = False  # nothing is to be said of small buffers
         self._from = (1.0, 1, 1.0, 0.0)  # all items are alike
@@ -50,7 +55,13 @@ class QueueIterator(PrefetchIterator):
         if self._loop and not self._segment.closed:
             self._segment.end_loop(self._loop)
 
+    def give_back(self) -> None:
+        """Gives the last batch back, before it is closed: who got it has failed."""
+        if self._loop and not self._segment.closed:
+            self._segment.leave_loop(self._loop)
+
     def _end_last(self) -> None:
+        self._refused = 0
         if self._loop and self._prefetch:  # else the draw does it
             self._segment.end_loop(self._loop)
 
@@ -65,7 +76,7 @@ class QueueIterator(PrefetchIterator):
             return batch
         while True:
             try:
-                sample = taking(self._source, self._at_least, self._loop)
+                sample = taking(self._source, self._at_least, self._loop, self._loop)
                 return self._source.draw(self._batch_size, None, self._timeout, waiting, None, sample)
             except WouldBlockForever as error:
                 self._accept_fewer(error)
@@ -73,7 +84,7 @@ class QueueIterator(PrefetchIterator):
     def _check_shortage(self, shortage: Any, wait: Wait) -> None:
         try:
             if shortage[0] == "wait":
-                self._jam.check(self._at_least)
+                self._jam.check(self._at_least, self._loop)
             super()._check_shortage(shortage, wait)
         except WouldBlockForever as error:
             self._accept_fewer(error)
@@ -90,9 +101,17 @@ class QueueIterator(PrefetchIterator):
         stats = self._segment.stats()
         if not error.no_writer or not stats["inserted"]:
             raise error
+        if self._at_least == 1 and stats["drawable"]:
+            self._refuse_again(error)
         ahead = self._ahead
         if not stats["drawable"] and (ahead is None or not (ahead.drawn() or ahead.ready())):
             raise QueueOver from None
         self._at_least = 1
         if ahead is not None:
             ahead.accept(1)
+
+    def _refuse_again(self, error: WouldBlockForever) -> None:
+        """Raises WouldBlockForever where items are there that are not handed out, however few are asked for."""
+        self._refused += 1
+        if self._refused > MOST_LOOKS:
+            raise error

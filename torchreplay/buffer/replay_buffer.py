@@ -396,8 +396,7 @@ class ReplayBuffer(Queue, Replay):
         if out is not None:
             checked_instance("out", out, ReplayBatch, "torchreplay.ReplayBatch")
         if self._is_queue or at_least is not None:
-            batch = self._sample_queue(batch_size, beta, timeout, out, at_least)
-            return batch if device is None else batch.to(device)
+            return self._sample_queue(batch_size, beta, timeout, out, device, at_least)
         batch = self._sampler.draw(batch_size, beta, timeout, Wait, out)
         if batch_size > self._enough:
             self._enough = self._sampler.warn_of_copies(batch_size, self.num_items)
@@ -1002,7 +1001,13 @@ def local_sampler(buffer: ReplayBuffer) -> LocalSampler:
 
 
 def draw(buffer: ReplayBuffer, batch_size: int, beta: Schedule | None = None) -> ReplayBatch:
-    """Returns what `buffer.sample` does, and warns of nothing: for calls of libraries that take what there is."""
+    """Returns what `buffer.sample` does, and warns of nothing: for calls of libraries that take what there is.
+
+    Raises:
+        ValueError: The buffer is a queue: these libraries draw as often as they like.
+    """
+    if buffer._is_queue:
+        raise ValueError(f"the buffer's sampler is {buffer.sampler}: a queue is drawn from by its own sample() alone")
     return buffer._sampler.draw(batch_size, beta, None, Wait)
 
 
