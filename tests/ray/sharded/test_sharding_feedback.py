@@ -41,7 +41,7 @@ def test_td_errors_of_a_uniform_buffer_are_warned_of_once_and_its_stats_are_prin
         assert len(texts) == 1
         assert "sampler=tr.Prioritized()" in texts[0]
         lines = str(replay.stats()).splitlines()
-    assert len(lines) == 8
+    assert len(lines) == 9
     assert lines[-1] == "shards      shards_missing 0, rows_lost 0, lost_updates 0"
 
 
