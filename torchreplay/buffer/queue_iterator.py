@@ -55,11 +55,6 @@ class QueueIterator(PrefetchIterator):
         if self._loop and not self._segment.closed:
             self._segment.end_loop(self._loop)
 
-    def give_back(self) -> None:
-        """Gives the last batch back, before it is closed: who got it has failed."""
-        if self._loop and not self._segment.closed:
-            self._segment.leave_loop(self._loop)
-
     def _end_last(self) -> None:
         self._refused = 0
         if self._loop and self._prefetch:  # else the draw does it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from torchreplay.buffer.base import MAX_BATCH, PINS, Batches, Pin, Replay, StreamSpec, source_of
 from torchreplay.buffer.prefetch import DRAWN_FIELDS
-from torchreplay.buffer.queue_iterator import QueueIterator
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.cuda.copies import require_devices
 from torchreplay.cuda.staging import Staging
@@ -266,10 +264,6 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             raise
         except Stopped:
             return
-        except GeneratorExit as end:
-            if isinstance(stream, QueueIterator) and _fails(end):
-                stream.give_back()
-            raise
         finally:
             stream.close()
             self._here().length = None
@@ -467,11 +461,6 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
                 )
             return self.steps
         return self.steps // worker.num_workers + (worker.id < self.steps % worker.num_workers)
-
-
-def _fails(end: GeneratorExit) -> bool:
-    """Returns whether an iteration is ended by an error, or by the end of a program that had one."""
-    return end.__context__ is not None or sys.is_finalizing() or hasattr(sys, "last_value")
 
 
 def refuse_worker(dataset: Any) -> None:

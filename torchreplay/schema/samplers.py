@@ -191,8 +191,9 @@ class Fifo:
             train(batch)
 
     An iteration, and a thread that calls `sample`, is a *loop*: it is done with its last batch when it asks for the
-    next one. An iteration is also done with it when it is closed. What is drawn ahead, and never asked for, goes back.
-    What is held when the buffer is closed goes back, too.
+    next one. An iteration is also done with it when it is closed, by `break` or by an error in the loop: use `claim`
+    for work that may fail. What is drawn ahead, and never asked for, goes back. So does what a thread holds that ends,
+    and what is held when the buffer is closed.
 
     Args:
         max_draws: How often an item is handed out, 1 to 65,534. One that is to come again is in its old place once the
