@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import Queue, get_context
@@ -48,19 +49,19 @@ class Traffic:
         return np.arange(self.item_bytes // 4, dtype=np.float32)
 
 
-class Carrier:
+class Carrier(ABC):
     """What takes items from producers, which are forked, to a consumer in this process."""
 
     def __init__(self, traffic: Traffic) -> None:
         self.traffic = traffic
 
+    @abstractmethod
     def produce(self, finish: Any) -> None:
         """Writes items until `finish` is set. In a process of its own."""
-        raise NotImplementedError
 
+    @abstractmethod
     def consume(self) -> Iterator[np.ndarray]:
         """Yields arrays ``[64, ...]``."""
-        raise NotImplementedError
 
 
 class Torchreplay(Carrier):

@@ -92,11 +92,6 @@ class Holdings {
     return keys;
   }
 
-  uint64_t count() {
-    follow_fork();
-    return count_;
-  }
-
  private:
   static constexpr size_t kSlack = 1 << 16;
 

@@ -200,7 +200,6 @@ class Learner {
 
   // Of those that this process was handed, the ones that other loops got last.
   uint64_t held_by_other_loops(uint64_t loop) { return holdings_.in_other_loops(loop); }
-  uint64_t held_items() { return holdings_.count(); }
 
   // What a loop got last is done.
   void end_loop(uint64_t loop) {

@@ -67,7 +67,7 @@ class WriterJam:
         self._log_at = LOG_EVERY
 
     def check(self, waited: float) -> None:
-        """Looks at the queue, once a second.
+        """Looks at the queue, a few times a second.
 
         Args:
             waited: Seconds so far.
