@@ -3,6 +3,7 @@
 
 #include "absorb/claims.h"
 #include "absorb/dirty_scope.h"
+#include "absorb/draw_counts.h"
 #include "absorb/drawn_items.h"
 #include "absorb/leaf_changes.h"
 #include "absorb/pending_set.h"
@@ -18,13 +19,15 @@ class Absorber {
         header_(m.header()),
         linked_(m.layout().view.linked()),
         is_queue_(Claims::are_kept(header_)),
+        counts_draws_(DrawCounts::are_kept(header_)),
         tree_(m.tree()),
         leaves_(tree_),
         initial_(header_, tree_),
         drawn_(m),
         pending_(m),
         streams_(m),
-        claims_(m) {}
+        claims_(m),
+        counts_(m) {}
 
   // Most slots visited while the mutex is held in one piece.
   static constexpr uint64_t kChunk = 4096;
@@ -199,6 +202,7 @@ class Absorber {
     at = 0;
     TORCHREPLAY_FAULT("evict.at");
     if (is_queue_) claims_.end_row(slot);  // after `at`, or a death in between would make a done item new again
+    if (counts_draws_) counts_.begin(slot);
     header_.rows--;
     TORCHREPLAY_FAULT("evict.rows");
   }
@@ -211,6 +215,7 @@ class Absorber {
       header_.dropped_items += drawable;
       claims_.end_item(anchor);
     }
+    if (counts_draws_) counts_.end_item(anchor);
     leaves_.set(anchor, 0);
   }
 
@@ -226,6 +231,7 @@ class Absorber {
     }
     TORCHREPLAY_FAULT("adopt.facts");
     if (is_queue_) claims_.begin(slot, word);
+    if (counts_draws_) counts_.begin(slot);
     kill_fence();
     at = slot_word::key1(word);
     TORCHREPLAY_FAULT("adopt.at");
@@ -256,6 +262,7 @@ class Absorber {
       if (!claims_.of(anchor).is_untouched()) return;
       claims_.arrive(anchor);
     }
+    if (counts_draws_ && counts_.is_used_up(anchor)) return;
     drawn_.clear(anchor);
     leaves_.set(anchor, initial_.of(priority));
     TORCHREPLAY_FAULT("complete.leaf");
@@ -266,7 +273,7 @@ class Absorber {
 
   SegmentMemory& memory_;
   Header& header_;
-  bool linked_, is_queue_;
+  bool linked_, is_queue_, counts_draws_;
   PriorityTree tree_;
   LeafChanges leaves_;
   InitialLeaf initial_;
@@ -274,6 +281,7 @@ class Absorber {
   PendingSet pending_;
   Streams streams_;
   Claims claims_;
+  DrawCounts counts_;
   uint64_t head_ = 0;  // of the running absorption
   uint64_t adopted_ = 0, deferred_ = 0;
 };

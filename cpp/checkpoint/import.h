@@ -155,13 +155,21 @@ class Import {
             memory_.layout().view.linked());
     PriorityTree tree = memory_.tree();
     const float leaf = tree.clamp(rows.leaf[i]);
-    const bool kept = header_.sampler.prioritized || leaf == 0 || (Epochs::are_kept(header_) && leaf == Epochs::kDrawn);
-    tree.leaves()[slot] = kept ? leaf : 1;
+    const float unit = leaf >= 1 ? 1 : leaf > 0 ? Epochs::kDrawn : 0;  // of leaves that are no priorities
+    tree.leaves()[slot] = header_.sampler.prioritized ? leaf : Epochs::are_kept(header_) ? unit : unit > 0;
+    const bool tells_draws = !header_.sampler.prioritized && leaf > 0;
+    const uint64_t draws = tells_draws ? static_cast<uint64_t>(std::min(leaf / unit, 0x1p16f)) - 1 : 0;
     if (Claims::are_kept(header_)) {
       Claims claims(memory_);
       claims.begin(slot, 0);
       claims.arrive(slot);
-      claims.set_draws(slot, leaf > 1 ? static_cast<uint64_t>(leaf) - 1 : 0);
+      claims.set_draws(slot, draws);
+    }
+    if (DrawCounts::are_kept(header_)) {
+      DrawCounts counts(memory_);
+      counts.begin(slot);
+      const bool used_up = leaf == 0 && (rows.link[i] & static_cast<int64_t>(kDiscarded));
+      counts.set_draws(slot, used_up ? DrawCounts::kMost : draws);
     }
     TORCHREPLAY_FAULT("import.copied");
     row.word.store(slot_word::done(key, slot_word::kLoaded), std::memory_order_release);

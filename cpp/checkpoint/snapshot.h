@@ -86,6 +86,7 @@ class Snapshot {
     at_.assign(&memory_.at(first), &memory_.at(first) + (last - first));
     const float* leaves = memory_.tree().leaves();
     leaf_.assign(leaves + first, leaves + last);
+    if (DrawCounts::are_kept(memory_.header())) return note_draws(first, last);
     if (!Claims::are_kept(memory_.header())) return;
     const Claims claims(memory_);
     done_.assign(last - first, false);
@@ -95,6 +96,18 @@ class Snapshot {
       if (claim.holder() && claim.draws() != Claim::kMostDraws) leaf = 1;  // it comes again where it is loaded
       if (leaf > 0) leaf += static_cast<float>(claim.draws());
       done_[slot - first] = leaf == 0 && !claim.is_untouched();
+    }
+  }
+
+  // Where leaves are no priorities, those of other items say how often they were drawn, too.
+  void note_draws(uint64_t first, uint64_t last) {
+    const DrawCounts counts(memory_);
+    const SamplerConfig& sampler = memory_.header().sampler;
+    done_.assign(last - first, false);
+    for (uint64_t slot = first; slot < last; slot++) {
+      float& leaf = leaf_[slot - first];
+      done_[slot - first] = counts.is_used_up(slot);
+      if (!sampler.prioritized) leaf *= 1 + static_cast<float>(counts.draws(slot));
     }
   }
 
@@ -130,8 +143,8 @@ class Snapshot {
 
   SegmentMemory& memory_;
   std::vector<uint64_t> at_;
-  std::vector<float> leaf_;  // of a queue, of an item that is to be drawn: 1 and how often it was
-  std::vector<bool> done_;   // of a queue: nobody is to draw it
+  std::vector<float> leaf_;  // where draws are counted and no priorities: 1 and how often it was drawn
+  std::vector<bool> done_;   // where they are counted: nobody is to draw it
 };
 
 }  // namespace torchreplay

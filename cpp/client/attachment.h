@@ -113,10 +113,12 @@ class Attachment {
     return {epochs.ended(), epochs.due(), static_cast<uint64_t>(memory_->tree().count())};
   }
 
-  // Nobody got the items of these keys that the epoch under way has drawn.
+  // Nobody got the items of these keys that were drawn. Those of an epoch that is over are due anyhow.
   void give_back(const std::vector<int64_t>& keys) {
     const Unlocked others;
     const SegmentLock lock(*memory_);
+    if (DrawCounts::are_kept(memory_->header())) DrawCounts(*memory_).give_back(keys);
+    if (!Epochs::are_kept(memory_->header())) return;
     Epochs epochs(*memory_);
     epochs.give_back_keys(epochs.ended(), keys);
   }

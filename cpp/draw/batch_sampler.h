@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "absorb/draw_counts.h"
 #include "draw/due_items.h"
 #include "draw/item_gather.h"
 #include "draw/oldest_items.h"
@@ -73,8 +74,10 @@ class BatchSampler {
         drawing_(plan),
         due_(m, drawing_),
         oldest_(m, drawing_),
+        counts_(m),
         keeps_epochs_(Epochs::are_kept(m.header())),
         is_queue_(Claims::are_kept(m.header())),
+        counts_draws_(DrawCounts::are_kept(m.header())),
         copiers_(1) {
     copiers_[0].emplace(m, plan);
   }
@@ -100,7 +103,7 @@ class BatchSampler {
     std::vector<int>& todo = drawing_.todo;
     drawing_.take_no_chances();
     if (name) drawing_.take_chances(*name, 0, n);
-    find_keys(keys, n);
+    find_keys(keys, n, name != nullptr);
     for (;;) {
       todo = numbers_below(items.size());
       TORCHREPLAY_FAULT("gather.found");
@@ -185,7 +188,8 @@ class BatchSampler {
     std::optional<ItemGather> items_;
   };
 
-  // What a draw without replacement, or from a queue, has taken. Unless it is kept it can be drawn again.
+  // What a draw has taken without replacement, from a queue, or of the draws that an item has. Unless it is kept it
+  // can be drawn again.
   class TakenItems {
    public:
     explicit TakenItems(BatchSampler& sampler) : sampler_(sampler) {}
@@ -194,7 +198,7 @@ class BatchSampler {
     }
     TakenItems(const TakenItems&) = delete;
 
-    void begin() { begun_ = sampler_.keeps_epochs_ || sampler_.is_queue_; }
+    void begin() { begun_ = sampler_.keeps_epochs_ || sampler_.is_queue_ || sampler_.counts_draws_; }
     void keep() { begun_ = false; }
 
    private:
@@ -215,7 +219,9 @@ class BatchSampler {
     shortage.seen = h.rows_signal.load(std::memory_order_acquire);
     SegmentLock lock(memory_, patience);
     if (is_queue_) oldest_.settle(rules);
+    if (counts_draws_) counts_.give_back(memory_.owed().take());
     if (h.stopped.load(std::memory_order_relaxed)) return Draw::kStopped;
+    if (round && counts_draws_) counts_.give_back(keys_of_todo());
     if (round) resync_failed();
     // A redraw absorbs too: a learner that slept while the ring turned would find one stale leaf after the other.
     turn.absorb(lock);
@@ -226,7 +232,8 @@ class BatchSampler {
     if (!counted && due_.is_over(rules)) return Draw::kEpochOver;
     const auto lacks_items = [&] {
       if (!counted && !Limiter(h).can_sample(most_of(n, rules))) return true;
-      return is_queue_ ? oldest_.lacks_items(n, rules) : tree.total() == 0;
+      if (is_queue_) return oldest_.lacks_items(n, rules);
+      return tree.total() == 0 || (counts_draws_ && !counts_.has_left(draws_of(n, rules)));
     };
     // Those it admits may write all that is missing before it sleeps.
     while (lacks_items() && !announce_wait(n, rules, shortage)) turn.absorb(lock);
@@ -237,16 +244,15 @@ class BatchSampler {
       const bool barren = tree.total() == 0 && h.absorbed > h.completed_at + 2 * memory_.capacity();
       return barren ? Draw::kBarren : Draw::kWait;
     }
+    if (!round) note_tree(tree);  // before items are taken
     if (keeps_epochs_) {
       if (const Draw due = due_.find(n, name, round, rules); due != Draw::kDone) return due;
     } else if (is_queue_) {
-      if (!round) note_tree(tree);  // before they are taken
       oldest_.find(n);
     } else {
-      find(tree, n);
+      find(tree, n, name, round);
     }
     if (counted) counted.recount(drawing_.items.size());
-    if (!round && !is_queue_) note_tree(tree);
     if (!counted) {
       counted.count(count());
       h.demand = 0;  // another learner that still waits will say so again
@@ -260,6 +266,12 @@ class BatchSampler {
     return static_cast<uint64_t>(is_queue_ && rules.at_least ? rules.at_least : due_.most_of(n, rules));
   }
 
+  // How many draws a batch of `n` still takes of the items.
+  uint64_t draws_of(int n, const DrawRules& rules) const {
+    const size_t has = drawing_.items.size() - drawing_.todo.size();
+    return static_cast<uint64_t>(has ? static_cast<int>(drawing_.todo.size()) : due_.most_of(n, rules));
+  }
+
   // Shows writers what a draw of `n` waits for, and which ticket wakes it. False: that one was taken meanwhile, and its
   // writer may have seen nobody to wake. The lock is held.
   bool announce_wait(int n, const DrawRules& rules, Shortage& shortage) {
@@ -270,6 +282,10 @@ class BatchSampler {
     if (is_queue_) {
       shortage.needed = std::max(shortage.needed, h.inserted + oldest_.missing(n, rules));
       shortage.drawable = oldest_.available();
+    }
+    if (counts_draws_) {
+      const uint64_t draws = counts_.missing(draws_of(n, rules)), each = h.sampler.max_draws;
+      shortage.needed = std::max(shortage.needed, h.inserted + (draws + each - 1) / each);
     }
     const uint64_t missing = shortage.needed > h.inserted ? shortage.needed - h.inserted : 1;
     limiter.demand(most);
@@ -320,7 +336,8 @@ class BatchSampler {
     }
   }
 
-  void find_keys(const int64_t* keys, int n) {
+  // `again`: they were drawn, though none may be left to draw.
+  void find_keys(const int64_t* keys, int n, bool again) {
     drawing_.items.clear();
     const Header& h = memory_.header();
     SegmentLock lock(memory_);
@@ -334,15 +351,32 @@ class BatchSampler {
       const auto key = static_cast<uint64_t>(keys[i]);
       const uint64_t slot = memory_.slot_of(key);
       const float leaf = tree.leaf(static_cast<int64_t>(slot));
-      const bool is_there = leaf > 0 || (is_queue_ && Claims(memory_).of(slot).holder());
+      const bool used_up = again && counts_draws_ && counts_.is_used_up(slot);
+      const bool is_there = leaf > 0 || used_up || (is_queue_ && Claims(memory_).of(slot).holder());
       if (memory_.at(slot) != key + 1 || !is_there) continue;
       drawing_.items.push_back({slot, key + 1, mass_of(tree, leaf), total_of(tree), min_mass, tree.count(),
                                 drawing_.chance(static_cast<size_t>(i), kNoChance)});
     }
   }
 
-  // With replacement: one item of each stratum.
-  void find(const PriorityTree& tree, int n) {
+  // With replacement: one item of each stratum. An item has no more draws than are left of it: the others are found
+  // anew, by words of their own, among the items that are left.
+  void find(const PriorityTree& tree, int n, const DrawName& name, uint32_t round) {
+    find_in_strata(tree, n);
+    if (!counts_draws_) return;
+    const std::vector<int> all = drawing_.todo;
+    for (uint32_t again = 1;; again++) {
+      std::vector<int> todo = counts_.take(drawing_.index);
+      if (todo.empty()) break;
+      for (int& k : todo) k = drawing_.todo[static_cast<size_t>(k)];
+      drawing_.todo = std::move(todo);
+      drawing_.fill_random(name, round + kRounds * (again % kRounds));
+      find_in_strata(tree, n);
+    }
+    drawing_.todo = all;
+  }
+
+  void find_in_strata(const PriorityTree& tree, int n) {
     const size_t count = drawing_.todo.size();
     const uint64_t total = tree.total();
     drawing_.target.resize(count);
@@ -360,18 +394,26 @@ class BatchSampler {
     }
   }
 
-  // All items can be drawn again. If the lock is another's, who may be stopped: in the next epoch, or of a queue as
-  // soon as this process has the lock.
+  // All items can be drawn again. If the lock is another's, who may be stopped: in the next epoch; of a queue, and
+  // where draws are counted, as soon as this process has the lock.
   void give_back() {
     std::vector<int64_t> keys(drawing_.items.size());
     std::ranges::transform(drawing_.items, keys.begin(), &DrawnItem::key);
     const Undisturbed here;
     try {
       const SegmentLock lock(memory_, {.deadline = 0});
-      is_queue_ ? oldest_.give_back(keys) : due_.give_back(keys);
+      if (is_queue_) oldest_.give_back(keys);
+      if (counts_draws_) counts_.give_back(keys);
+      if (keeps_epochs_) due_.give_back(keys);
     } catch (...) {
-      if (is_queue_) memory_.owed().add(keys);
+      if (is_queue_ || counts_draws_) memory_.owed().add(keys);
     }
+  }
+
+  std::vector<int64_t> keys_of_todo() const {
+    std::vector<int64_t> keys(drawing_.todo.size());
+    std::ranges::transform(drawing_.todo, keys.begin(), [&](int i) { return drawing_.items[i].key(); });
+    return keys;
   }
 
   // Copies the items of drawing_.todo, and leaves there those that were not what was drawn.
@@ -454,7 +496,8 @@ class BatchSampler {
   Drawing drawing_;
   DueItems due_;
   OldestItems oldest_;
-  bool keeps_epochs_, is_queue_;
+  DrawCounts counts_;
+  bool keeps_epochs_, is_queue_, counts_draws_;
   int threads_ = 1;
   std::vector<std::optional<Copier>> copiers_;  // of each thread
   std::vector<Part> parts_;

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "absorb/draw_counts.h"
 #include "absorb/drawn_items.h"
 #include "absorb/epochs.h"
 #include "draw/draw_rules.h"
@@ -16,14 +17,17 @@ namespace torchreplay {
 // mutex.
 class DueItems {
  public:
-  DueItems(SegmentMemory& m, Drawing& drawing) : memory_(m), drawing_(drawing), epochs_(m) {}
+  DueItems(SegmentMemory& m, Drawing& drawing) : memory_(m), drawing_(drawing), epochs_(m), counts_(m) {}
 
   // The epoch that the last batch was of, by number.
   uint64_t epoch() const { return epoch_; }
 
-  // Whether the last epoch has nothing left to draw. An empty buffer may still get its first items.
+  // Whether the last epoch has nothing left to draw, or the items no draws. An empty buffer may still get its first.
   bool is_over(const DrawRules& rules) const {
-    if (rules.last_epoch == kNever || epochs_.ended() < rules.last_epoch) return false;
+    if (rules.last_epoch == kNever) return false;
+    const Header& h = memory_.header();
+    if (DrawCounts::are_kept(h) && h.inserted > 0 && memory_.tree().count() == 0) return true;
+    if (epochs_.ended() < rules.last_epoch) return false;
     return epochs_.ended() > rules.last_epoch || (epochs_.due() == 0 && memory_.tree().count() > 0);
   }
 
@@ -140,6 +144,7 @@ class DueItems {
       drawing_.items[fresh_[from + k]] = {slot, memory_.at(slot), 1, items, 1, tree.count(), drawing_.chance(from + k)};
     }
     epochs_.take(drawing_.index.data(), static_cast<int>(many));
+    if (DrawCounts::are_kept(memory_.header())) counts_.take(drawing_.index);  // one draw is left of each that is due
   }
 
   // The items of todo could not be copied. Those that are there still are due.
@@ -152,6 +157,7 @@ class DueItems {
   SegmentMemory& memory_;
   Drawing& drawing_;
   Epochs epochs_;
+  DrawCounts counts_;
   uint64_t epoch_ = 0;
   std::vector<int> fresh_;      // items that find() draws
   std::vector<int64_t> early_;  // slots of those of the epoch that ended in it

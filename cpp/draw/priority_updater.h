@@ -31,8 +31,8 @@ class PriorityUpdater {
   explicit PriorityUpdater(SegmentMemory& m) : memory_(m) {}
 
   // Applies |td[i]| to the item anchored at keys[i]. `td` must be finite. Drops and counts rows overwritten since
-  // (stale) and items not complete (unready); of equal keys the last wins. Nothing is applied when a key was never
-  // issued: it is returned.
+  // (stale) and items not complete (unready), and drops those of items that are used up; of equal keys the last wins.
+  // Nothing is applied when a key was never issued: it is returned.
   std::optional<BadKey> update(int64_t n, const int64_t* keys, const double* td, const Patience& patience = {}) {
     if (const std::optional<BadKey> bad = unissued(memory_, n, keys)) return bad;
     LearnerTurn turn(memory_);
@@ -58,6 +58,11 @@ class PriorityUpdater {
   bool is_under_way(uint64_t slot, uint64_t key) const {
     const uint64_t word = memory_.row(slot).word.load(std::memory_order_relaxed);
     return slot_word::key1(word) == key + 1 && (slot_word::is_busy(word) || slot_word::is_row(word));
+  }
+
+  // Whether the item there was handed out as often as it may be.
+  bool is_used_up(uint64_t slot) const {
+    return DrawCounts::are_kept(memory_.header()) && DrawCounts(memory_).is_used_up(slot);
   }
 
   // What is said of them arrives while the leaves are computed.
@@ -86,6 +91,8 @@ class PriorityUpdater {
         index_[applied] = static_cast<int64_t>(slot);
         leaf_[applied++] = now;
         max_raw = std::max(max_raw, std::fabs(td[i]));
+      } else if (at == key + 1 && is_used_up(slot)) {
+        // Nobody draws it any more.
       } else if (at == key + 1 || is_under_way(slot, key)) {
         h.unready_updates++;
       } else {

@@ -196,7 +196,8 @@ class PrefetchQueue {
   // Gives up all orders. Nobody is at work.
   GivenUp give_up() {
     GivenUp given_up;
-    const bool go_back = Epochs::are_kept(memory_.header()) || Claims::are_kept(memory_.header());
+    const Header& h = memory_.header();
+    const bool go_back = Epochs::are_kept(h) || Claims::are_kept(h) || DrawCounts::are_kept(h);
     for (size_t i = 0; i < done_; i++) {
       const Order& order = orders_[i];
       given_up.items += static_cast<uint64_t>(order.n);
@@ -220,13 +221,14 @@ class PrefetchQueue {
       const SegmentLock lock(memory_, {.deadline = monotonic_ns() + kSliceNs});
       h.demand = 0;  // or writers would go on running ahead for a learner that does not come
       for (const auto& [epoch, keys] : given_up.due) {
+        if (DrawCounts::are_kept(h)) DrawCounts(memory_).give_back(keys);
         if (Epochs::are_kept(h)) Epochs(memory_).give_back_keys(epoch, keys);
         if (Claims::are_kept(h)) Claims(memory_).release(keys, memory_.presence());
       }
       publish_limit(memory_);
     } catch (const LockTimeout&) {
       for (const auto& [epoch, keys] : given_up.due)
-        if (Claims::are_kept(h)) memory_.owed().add(keys);
+        if (Claims::are_kept(h) || DrawCounts::are_kept(h)) memory_.owed().add(keys);
     }
     if (Claims::are_kept(h)) futex_signal(h.rows_signal);
   }

@@ -41,7 +41,7 @@ struct SamplerConfig {
   uint32_t epochs = 0;       // 1: every item is drawn once before any is drawn again; leaves are those of Epochs
   uint32_t queue = 0;        // 1: the oldest items first, each held by one process until it is done with it
   uint32_t drop_oldest = 0;  // of a queue: 1: writers overwrite what is still to be drawn; 0: they wait
-  uint64_t max_draws = 0;    // of a queue: how often an item is handed out
+  uint64_t max_draws = 0;    // how often an item is handed out; 0: as often as it is drawn
   uint64_t window = 0;       // of a queue: rows by which items overtake older ones that are not complete; 0: any
 
   bool makes_writers_wait() const { return queue && !drop_oldest; }

@@ -20,7 +20,8 @@ class Recovery {
         drawn_(m),
         pending_(m),
         streams_(m),
-        claims_(m) {}
+        claims_(m),
+        counts_(m) {}
 
   // `grid`: of the leaves that are there, if another buffer had the same.
   void run(const PriorityTree::GridState* grid = nullptr) {
@@ -58,6 +59,7 @@ class Recovery {
     }
     Epochs(memory_).finish_begin();
     if (is_queue()) claims_.restore();
+    if (counts_draws()) counts_.restore();
     grid ? tree_.rebuild_in(*grid) : tree_.rebuild();
     TORCHREPLAY_FAULT("recover.summed");
     kill_fence();
@@ -213,6 +215,7 @@ class Recovery {
       if (at != key1) {
         tree_.leaves()[slot] = 0;
         if (is_queue()) claims_.begin(slot, word);
+        if (counts_draws()) counts_.begin(slot);
         kill_fence();
         at = key1;
       }
@@ -258,6 +261,7 @@ class Recovery {
     uint64_t without_leaf = 0;
     each_item([&](uint64_t anchor, float) {
       if (is_discarded(memory_, anchor) || (is_queue() && !is_drawable(anchor))) return;
+      if (counts_draws() && counts_.is_used_up(anchor)) return;
       complete[anchor] = true;
       without_leaf += tree_.leaf(static_cast<int64_t>(anchor)) == 0;
     });
@@ -279,6 +283,7 @@ class Recovery {
   }
 
   bool is_queue() const { return Claims::are_kept(header_); }
+  bool counts_draws() const { return DrawCounts::are_kept(header_); }
 
   // Whether a complete item of a queue is one that somebody may get.
   bool is_drawable(uint64_t anchor) const {
@@ -307,6 +312,7 @@ class Recovery {
   PendingSet pending_;
   Streams streams_;
   Claims claims_;
+  DrawCounts counts_;
 };
 
 }  // namespace torchreplay

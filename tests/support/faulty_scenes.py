@@ -484,6 +484,45 @@ class Epochs(Scene):
         assert (whole == 2).all()
 
 
+class DrawCounts(Scene):
+    """A process draws items that leave after so many draws. Another has died in a draw."""
+
+    ITEMS, DRAWN, MOST = 40, 8, 2
+
+    def __init__(self, name):
+        kinds = [tr.Uniform(max_draws=self.MOST), tr.Prioritized(max_draws=self.MOST)]
+        kinds.append(tr.Uniform(replacement=False, max_draws=self.MOST))
+        self.buffers = [tr.ReplayBuffer({"x": tr.Field((), "int64")}, self.ITEMS, sampler=kind) for kind in kinds]
+        for buffer in self.buffers:
+            buffer.extend(x=np.arange(self.ITEMS))
+        self.got = [shared_counters(self.ITEMS) for _ in kinds]
+
+    def draw(self, batches=3):
+        for buffer, got in zip(self.buffers, self.got, strict=True):
+            for _ in range(batches):
+                if self.ITEMS * self.MOST - sum(got[:]) >= 4 * self.DRAWN:
+                    stream = iter(tr.ReplayDataset(buffer, self.DRAWN, prefetch=2))
+                    for item in next(stream)["x"].tolist():
+                        got[item] += 1
+                    stream.close()
+
+    def perform(self, start):
+        with faulty(self.draw, faults=[Fault("counts.counted")]) as dead:
+            assert dead.wait() == DIED
+        with start(self.draw) as process:
+            return process.wait()
+
+    def check(self):
+        for buffer, got in zip(self.buffers, self.got, strict=True):
+            while buffer.num_items:
+                for item in buffer.sample(1)["x"].tolist():
+                    got[item] += 1
+            assert max(got[:]) <= self.MOST, "an item came too often"
+            assert self.MOST * self.ITEMS - sum(got[:]) <= 6 * self.DRAWN, "more was lost than the dead had drawn"
+            stats = buffer.stats()
+            assert stats.drawable == 0
+
+
 class Queue(Scene):
     """A process writes to queues and draws from them. Others have died before, with items, tickets and episodes."""
 
@@ -584,6 +623,7 @@ OF_ROWS = {
     "in a stop": Stop,
     "in a publication": Publication,
     "in epochs": Epochs,
+    "in draws that are counted": DrawCounts,
     "in queues": Queue,
 }
 OF_TRAJECTORIES = {

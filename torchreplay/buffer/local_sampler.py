@@ -18,7 +18,7 @@ from torchreplay.errors import MissingItems, ReplayTimeout, Stopped
 from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.batch_plan import GOALS
 from torchreplay.schema.config import Config
-from torchreplay.schema.samplers import Schedule, value_of
+from torchreplay.schema.samplers import Fifo, Schedule, value_of
 from torchreplay.schema.spec import to_native
 from torchreplay.segment.delivery_log import DeliveryLog, RemotelyWritten
 from torchreplay.segment.handle import Handle
@@ -165,7 +165,7 @@ class LocalSampler:
             raise EpochsOver
         trouble = self.trouble(why, batch_size)
         if trouble is None:
-            complete_when, remark = self.config.view.complete_when, self._small_ring()
+            complete_when, remark = self.config.view.complete_when, self._small_ring() + self._leaving()
             wait.check_rows(inserted, needed, drawable, self._rows_held(), complete_when, remark)
         elif why == "barren":
             wait.check_turns(trouble)
@@ -185,6 +185,13 @@ class LocalSampler:
         if ratio or min_size <= capacity:
             return ""
         return f"; min_size is more than the {capacity:,} rows that fit, of which those overwritten unseen do not count"
+
+    def _leaving(self) -> str:
+        """Returns the remark that items leave after so many draws, where they do."""
+        sampler = self.config.sampler
+        if isinstance(sampler, Fifo) or sampler.max_draws is None:
+            return ""
+        return f"; each item leaves after {sampler.max_draws:,} draws (max_draws)"
 
     def trouble(self, why: str, batch_size: int) -> str | None:
         """Returns why there is no batch; None where all that is missing is items."""

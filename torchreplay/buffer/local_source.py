@@ -19,7 +19,7 @@ from torchreplay.cuda.copies import DeviceCopies
 from torchreplay.cuda.pinned_memory import CudaRegistry, PageLock
 from torchreplay.cuda.staging import Staging
 from torchreplay.schema.config import Config
-from torchreplay.schema.samplers import Fifo, keeps_epochs
+from torchreplay.schema.samplers import Fifo, takes_what_it_draws
 from torchreplay.segment.process_hooks import open_buffers
 from torchreplay.segment.waits import SLICE_NS
 
@@ -56,8 +56,8 @@ class LocalSource(LocalSampler, BatchSource):
         return self.segment.epoch(begin)
 
     def give_back(self, keys: torch.Tensor) -> None:
-        """Says that nobody got the items of `keys`, as far as the epoch under way has drawn them."""
-        if keeps_epochs(self.config.sampler):
+        """Says that nobody got the items of `keys`, which were drawn."""
+        if takes_what_it_draws(self.config.sampler):
             self.segment.give_back(keys)
 
     def batches(self, spec: StreamSpec) -> PrefetchIterator:

@@ -14,7 +14,7 @@ from torchreplay.buffer.base import EpochsOver, StreamSpec
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.errors import ReplayTimeout, Stopped
 from torchreplay.schema.batch import ReplayBatch
-from torchreplay.schema.samplers import keeps_epochs, value_of
+from torchreplay.schema.samplers import takes_what_it_draws, value_of
 from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class PrefetchIterator:
         return None
 
     def _give_back(self, keys: torch.Tensor) -> None:
-        if keeps_epochs(self._source.config.sampler):
+        if takes_what_it_draws(self._source.config.sampler):
             self._segment.give_back(keys)
 
     def _next_drawn(self, waiting: type[Wait]) -> ReplayBatch:

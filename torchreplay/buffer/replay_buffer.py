@@ -399,7 +399,8 @@ class ReplayBuffer(Queue, Replay):
             return self._sample_queue(batch_size, beta, timeout, out, device, at_least)
         batch = self._sampler.draw(batch_size, beta, timeout, Wait, out)
         if batch_size > self._enough:
-            self._enough = self._sampler.warn_of_copies(batch_size, self.num_items)
+            left = self.num_items  # without those that this batch has used up
+            self._enough = self._sampler.warn_of_copies(batch_size, batch_size if self.sampler.max_draws else left)
         return batch if device is None else batch.to(device)
 
     def gather(self, keys: Any, missing: Missing = "drop") -> ReplayBatch:

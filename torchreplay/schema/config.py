@@ -257,8 +257,8 @@ class Config:
         return self.fields if plan is None else plan.outputs
 
     def shape(self) -> tuple[int, ...]:
-        """Returns how rows become items, and whether it is known who holds them, for the native core."""
-        return *self.view.native(), int(isinstance(self.sampler, Fifo))
+        """Returns how rows become items, and whether it is counted how often they are drawn, for the native core."""
+        return *self.view.native(), int(self.sampler.max_draws is not None)
 
     def weighting(self) -> tuple[bool, int, float, float, int, float, bool, bool, bool, int, int]:
         """Returns what the native core has to know of the sampler.
@@ -272,7 +272,7 @@ class Config:
             rows = 0 if sampler.window is None else max(1, int(sampler.window * self.capacity))
             queue = True, sampler.when_full == "drop_oldest", sampler.max_draws, rows
             return False, 0, 1.0, 0.0, 0, 1.0, False, *queue
-        no_queue = False, False, 0, 0
+        no_queue = False, False, sampler.max_draws or 0, 0
         if not isinstance(sampler, Prioritized):
             return False, 0, 1.0, 0.0, 0, 1.0, keeps_epochs(sampler), *no_queue
         named = isinstance(sampler.initial, str)

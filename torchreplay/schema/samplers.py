@@ -17,6 +17,9 @@ NORMALIZATIONS: tuple[Normalization, ...] = ("buffer", "batch", "none")  # the p
 LARGEST_PRIORITY = 3.4028234663852886e38
 """Of float32, in which priorities are kept."""
 
+MOST_DRAWS = (1 << 16) - 2
+"""How often an item can be handed out where that is bounded."""
+
 Initial: TypeAlias = Literal["max_seen", "max_held"]
 INITIALS: tuple[Initial, ...] = ("max_seen", "max_held")  # likewise; a number comes after them
 
@@ -83,24 +86,43 @@ class Uniform:
     Args:
         replacement: Whether an item may be drawn again at any time. False: once in each epoch. Such a buffer holds at
             most 2^30 rows.
+        max_draws: How often an item is handed out, 1 to 65,534; then it leaves. None: as often as it is drawn. A batch
+            waits until as many draws are left as it has items. What is drawn ahead, and never asked for, counts for
+            nothing; what a learner that dies has drawn counts. `Fifo` loses nothing then.
 
     Raises:
-        ValueError: `replacement` is no bool.
+        ValueError: `replacement` is no bool, or `max_draws` is out of range.
 
     Example:
         >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=100, sampler=tr.Uniform())
         >>> keys = buffer.extend(obs=torch.zeros(5, 3))
         >>> buffer.sample(4)["weight"]
         tensor([1., 1., 1., 1.])
+        >>> once = tr.ReplayBuffer({"obs": tr.Field()}, capacity=100, sampler=tr.Uniform(max_draws=1))
+        >>> keys = once.extend(obs=torch.arange(6.0))
+        >>> sorted(once.sample(6)["obs"].tolist()), once.num_items
+        ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], 0)
     """
 
     beta: ClassVar[float] = 0.0
 
     replacement: bool = True
+    max_draws: int | None = None
 
     def __post_init__(self) -> None:
+        _check_draws(self)
         if not isinstance(self.replacement, bool):
             raise ValueError(f"replacement is {self.replacement!r}: expected True or False")
+
+
+def _check_draws(sampler: Uniform | Prioritized | Fifo) -> None:
+    if sampler.max_draws is not None:
+        object.__setattr__(sampler, "max_draws", checked_int("max_draws", sampler.max_draws, 1, MOST_DRAWS))
+
+
+def takes_what_it_draws(sampler: Sampler) -> bool:
+    """Returns whether an item that is drawn, and that nobody gets, has to go back."""
+    return keeps_epochs(sampler) or sampler.max_draws is not None
 
 
 def keeps_epochs(sampler: Sampler) -> bool:
@@ -128,10 +150,12 @@ class Prioritized:
             the paper: one outlier makes all later items likely until `clear()`, even if it is corrected at once.
             `"max_held"` is the largest of the items held at that moment; of a `ShardedReplay`, in the item's shard.
             Both are 1 at first. A number is that priority.
+        max_draws: How often an item is handed out, as for `Uniform`. TD errors of items that are used up change
+            nothing. A checkpoint keeps which items these are; of the others it counts from 0 again. A file counts on.
 
     Raises:
-        ValueError: An argument, or an end of a `LinearSchedule`, is negative or not finite, `eps` is 0, or `weights` or
-            `initial` is unknown.
+        ValueError: An argument, or an end of a `LinearSchedule`, is negative or not finite, `eps` is 0, `weights` or
+            `initial` is unknown, or `max_draws` is out of range.
 
     Example:
         >>> sampler = tr.Prioritized(alpha=1.0, beta=tr.LinearSchedule(0.4, 1.0, steps=100_000))
@@ -146,8 +170,10 @@ class Prioritized:
     eps: float = 1e-6
     weights: Normalization = "buffer"
     initial: Initial | float = "max_seen"
+    max_draws: int | None = None
 
     def __post_init__(self) -> None:
+        _check_draws(self)
         as_floats(self, "alpha", "eps", *(() if callable(self.beta) else ("beta",)))
         self._check_initial()
         if not (math.isfinite(self.alpha) and self.alpha >= 0):
@@ -172,9 +198,6 @@ WhenFull: TypeAlias = Literal["wait", "drop_oldest"]
 WHEN_FULL: tuple[WhenFull, ...] = get_args(WhenFull)
 Commit: TypeAlias = Literal["next", "manual"]
 COMMITS: tuple[Commit, ...] = get_args(Commit)
-
-MOST_DRAWS = (1 << 16) - 2
-"""How often a queue hands an item out, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +249,7 @@ class Fifo:
     window: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "max_draws", checked_int("max_draws", self.max_draws, 1, MOST_DRAWS))
+        object.__setattr__(self, "max_draws", checked_int("max_draws", self.max_draws, 1, MOST_DRAWS))  # None neither
         checked_choice("when_full", self.when_full, WHEN_FULL)
         checked_choice("commit", self.commit, COMMITS)
         if self.window is not None:

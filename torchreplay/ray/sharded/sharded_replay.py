@@ -119,6 +119,11 @@ class ShardedReplay(Replay):
                 f"sampler is {config.sampler}: each shard would be a queue of its own, in its own order; expected "
                 f"Uniform() or Prioritized(), or one ReplayBuffer"
             )
+        if config.sampler.max_draws is not None:
+            raise ValueError(
+                f"sampler is {config.sampler}: each shard would count the draws of its own items, and wait for them; "
+                f"leave max_draws out, or use one ReplayBuffer"
+            )
         self._owned = make_coordinator(nonce, config, capacities, nodes, anywhere, seed)
         try:
             self._init_state(nonce, seed, config, sum(capacities), len(nodes))

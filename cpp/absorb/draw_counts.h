@@ -1,0 +1,115 @@
+// How often each item was handed out, where it leaves after so many draws. Runs under the segment's mutex.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <vector>
+
+#include "absorb/dirty_scope.h"
+#include "segment/row_facts.h"
+#include "segment/segment_memory.h"
+
+namespace torchreplay {
+
+// An item that is used up has a leaf of 0, as one that is not complete has. Its word keeps the leaf that it had: a draw
+// that did not happen brings it back. A queue counts in its claims.
+class DrawCounts {
+ public:
+  static constexpr uint64_t kMost = 0xffff;
+
+  explicit DrawCounts(SegmentMemory& m)
+      : memory_(m), header_(m.header()), tree_(m.tree()), words_(m.claims()), most_(header_.sampler.max_draws) {}
+
+  static bool are_kept(const Header& h) { return h.sampler.max_draws != 0 && !h.sampler.queue; }
+
+  uint64_t draws(uint64_t slot) const { return words_[slot] & kMost; }
+  bool is_used_up(uint64_t slot) const { return draws(slot) >= most_; }
+
+  // Whether `n` draws are left. O(1) where as many items are, else O(capacity).
+  bool has_left(uint64_t n) const { return missing(n) == 0; }
+
+  // How many of `n` draws are not left.
+  uint64_t missing(uint64_t n) const {
+    if (static_cast<uint64_t>(tree_.count()) >= n) return 0;
+    uint64_t left = 0;
+    for (uint64_t slot = 0; slot < memory_.capacity() && left < n; slot++)
+      if (tree_.leaf(static_cast<int64_t>(slot)) > 0) left += most_ - std::min(most_, draws(slot));
+    return n - std::min(n, left);
+  }
+
+  // For those who absorb rows. Their changes of leaves are their own.
+
+  // A row is there whose item was never drawn, or is there no more.
+  void begin(uint64_t slot) { words_[slot] = 0; }
+
+  // The item anchored there lacks a row from now on: no draw that is taken back brings it back.
+  void end_item(uint64_t slot) { words_[slot] = most_; }
+
+  // Its item was drawn so often before.
+  void set_draws(uint64_t slot, uint64_t n) { words_[slot] = std::min(n, most_); }
+
+  // Counts a draw of the items found in these slots, in their order. Returns the places of those that were used up
+  // before: these are to be found anew, elsewhere.
+  std::vector<int> take(const std::vector<int64_t>& slots) {
+    std::vector<int> refused;
+    gone_.clear();
+    const DirtyScope dirty(header_, Dirty::kTree);
+    for (size_t k = 0; k < slots.size(); k++) {
+      uint64_t& word = words_[slots[k]];
+      const uint64_t n = (word & kMost) + 1;
+      if (n > most_) {
+        refused.push_back(static_cast<int>(k));
+        continue;
+      }
+      // One store: the leaf is kept as soon as the item is used up.
+      word = n < most_ ? n : n | uint64_t{std::bit_cast<uint32_t>(tree_.leaf(slots[k]))} << 32;
+      TORCHREPLAY_FAULT("counts.counted");
+      if (n == most_) gone_.push_back(slots[k]);
+    }
+    set(std::vector<float>(gone_.size(), 0.0f));
+    return refused;
+  }
+
+  // Draws of these items that did not happen. Nothing comes of those that are gone.
+  void give_back(const std::vector<int64_t>& keys) {
+    std::vector<float> leaves;
+    gone_.clear();
+    const DirtyScope dirty(header_, Dirty::kTree);
+    for (const int64_t key : keys) {
+      const uint64_t slot = memory_.slot_of(static_cast<uint64_t>(key)), n = draws(slot);
+      if (memory_.at(slot) != static_cast<uint64_t>(key) + 1 || n == 0) continue;
+      const float leaf = std::bit_cast<float>(static_cast<uint32_t>(words_[slot] >> 32));
+      if (n == most_ && !(leaf > 0)) continue;  // it ended
+      words_[slot] = n - 1;
+      TORCHREPLAY_FAULT("counts.uncounted");
+      if (n < most_ || is_discarded(memory_, slot)) continue;
+      gone_.push_back(static_cast<int64_t>(slot));
+      leaves.push_back(leaf);
+    }
+    set(leaves);
+  }
+
+  // Leaves that follow from the counts, after a death in the midst. Sums are left to be computed. O(capacity).
+  void restore() {
+    for (uint64_t slot = 0; slot < memory_.capacity(); slot++) {
+      if (!memory_.at(slot)) words_[slot] = 0;
+      if (is_used_up(slot)) tree_.leaves()[slot] = 0;
+    }
+    TORCHREPLAY_FAULT("counts.restored");
+  }
+
+ private:
+  void set(const std::vector<float>& leaves) {
+    if (!gone_.empty()) tree_.set(gone_.data(), leaves.data(), static_cast<int>(gone_.size()));
+    TORCHREPLAY_FAULT("counts.set");
+  }
+
+  SegmentMemory& memory_;
+  Header& header_;
+  PriorityTree tree_;
+  uint64_t* words_;  // the leaf << 32 | draws
+  uint64_t most_;
+  std::vector<int64_t> gone_;  // slots whose leaves change
+};
+
+}  // namespace torchreplay
