@@ -5,6 +5,7 @@ gives it a time limit and kills the whole group when it is exceeded.
 """
 
 import argparse
+import asyncio
 import ctypes
 import json
 import signal
@@ -12,6 +13,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import Queue, get_context
@@ -146,7 +148,7 @@ class Echo(Carrier):
         """Sends items."""
         from echo import TcpClient
 
-        item = {"x": self.traffic.item}
+        item: Any = {"x": self.traffic.item}
         client = _patiently(lambda: TcpClient("127.0.0.1", self._port, item))
         while not finish.value:
             client.send(item)
@@ -161,17 +163,17 @@ class Echo(Carrier):
             yield sample.batch["x"]
 
 
-class EchoInside(Carrier):
-    """`id-echo` within one process, where producers are threads."""
+class EchoInside(Echo):
+    """`id-echo` within one process, where producers are threads. It wants a transport, which nobody uses."""
 
     def produce(self, finish: Any) -> None:
         """Does nothing: the consumer's process has the producers."""
 
     def consume(self) -> Iterator[np.ndarray]:
         """Yields its views."""
-        from echo import Server
+        from echo import Server, TcpTransport
 
-        server = Server({"x": self.traffic.item}, batch_size=BATCH_SIZE)
+        server = Server({"x": self.traffic.item}, batch_size=BATCH_SIZE, transport=TcpTransport(port=self._port))
         server.start()
 
         def submit() -> None:
@@ -182,6 +184,90 @@ class EchoInside(Carrier):
             threading.Thread(target=submit, daemon=True).start()
         for sample in server.dataset_iter():
             yield sample.batch["x"]
+
+
+class OverRay(Carrier):
+    """What Ray carries: producers and what holds the items are processes of Ray's."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        import ray
+
+        super().__init__(traffic)
+        ray.init(address="local", num_cpus=traffic.producers + 2, include_dashboard=False, log_to_driver=False)
+
+    def produce(self, finish: Any) -> None:
+        """Does nothing: Ray has the producers."""
+
+    def _start(self, put: Callable[..., Any], queue: Any) -> None:
+        import ray
+
+        for _ in range(self.traffic.producers):
+            ray.remote(put).remote(queue, self.traffic.item)
+
+
+class RayQueue(OverRay):
+    """A `ray.util.queue.Queue`."""
+
+    def consume(self) -> Iterator[np.ndarray]:
+        """Yields stacks."""
+        from ray.util.queue import Queue as RemoteQueue
+
+        queue = RemoteQueue(maxsize=min(self.traffic.capacity, 1024))
+
+        def put(queue: Any, item: np.ndarray) -> None:
+            while True:
+                queue.put(item)
+
+        self._start(put, queue)
+        while True:
+            yield np.stack([queue.get() for _ in range(BATCH_SIZE)])
+
+
+class RayActor(OverRay):
+    """An actor with a deque, which gives many items at once: how trainers of language models hold rollouts."""
+
+    def consume(self) -> Iterator[np.ndarray]:
+        """Yields stacks."""
+        import ray
+
+        actor: Any = ray.remote(Deque)
+        queue = actor.options(max_concurrency=8).remote(min(self.traffic.capacity, 1024))
+
+        def put(queue: Any, item: np.ndarray) -> None:
+            while True:
+                ray.get(queue.put.remote([item] * BLOCK))
+
+        self._start(put, queue)
+        while True:
+            yield np.stack(ray.get(queue.get.remote(BATCH_SIZE)))
+
+
+class Deque:
+    """Items of an actor.
+
+    Args:
+        most: Items that it holds.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._items: deque[np.ndarray] = deque()
+        self._most = most
+        self._changed = asyncio.Condition()
+
+    async def put(self, items: list[np.ndarray]) -> None:
+        """Adds items, when there is room."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._items) + len(items) <= self._most)
+            self._items.extend(items)
+            self._changed.notify_all()
+
+    async def get(self, n: int) -> list[np.ndarray]:
+        """Returns the `n` oldest items, when they are there."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._items) >= n)
+            taken = [self._items.popleft() for _ in range(n)]
+            self._changed.notify_all()
+            return taken
 
 
 def _patiently(connect: Callable[[], Any]) -> Any:
@@ -202,6 +288,8 @@ CARRIERS: dict[str, type[Carrier]] = {
     "faster_fifo": FasterFifo,
     "echo": Echo,
     "echo inside": EchoInside,
+    "ray.util.queue": RayQueue,
+    "Ray actor": RayActor,
 }
 
 

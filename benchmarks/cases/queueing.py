@@ -15,7 +15,7 @@ from torchreplay.checking.timing import Candidate, interleave
 
 PRODUCERS, SIZES = 2, {"1 KB": 1024, "140 KB": 140 * 1024}
 PEERS = {OURS: "torchreplay", "multiprocessing.Queue": "", "faster_fifo": "faster_fifo", "echo": "echo"}
-PEERS |= {"echo inside": "echo"}
+PEERS |= {"echo inside": "echo", "ray.util.queue": "ray", "Ray actor": "ray"}
 """What carries the items, and the package that it needs."""
 LIMIT = 60.0
 BATCH_SIZE = 256
