@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absorb/dirty_scope.h"
+#include "absorb/leaf_changes.h"
 #include "segment/row_facts.h"
 #include "segment/segment_memory.h"
 
@@ -24,6 +25,11 @@ class DrawCounts {
 
   uint64_t draws(uint64_t slot) const { return words_[slot] & kMost; }
   bool is_used_up(uint64_t slot) const { return draws(slot) >= most_; }
+
+  // The leaf that comes back with a draw of an item that is used up; 0: none does.
+  float kept_leaf(uint64_t slot) const {
+    return PriorityTree::clamp(std::bit_cast<float>(static_cast<uint32_t>(words_[slot] >> 32)));
+  }
 
   // Whether `n` draws are left. O(1) where as many items are, else O(capacity).
   bool has_left(uint64_t n) const { return missing(n) == 0; }
@@ -45,8 +51,8 @@ class DrawCounts {
   // The item anchored there lacks a row from now on: no draw that is taken back brings it back.
   void end_item(uint64_t slot) { words_[slot] = most_; }
 
-  // Its item was drawn so often before.
-  void set_draws(uint64_t slot, uint64_t n) { words_[slot] = std::min(n, most_); }
+  // Its item was drawn so often before, and has that leaf, or had it.
+  void set_draws(uint64_t slot, uint64_t n, float leaf) { words_[slot] = word_of(std::min(n, most_), leaf); }
 
   // Counts a draw of the items found in these slots, in their order. Returns the places of those that were used up
   // before: these are to be found anew, elsewhere.
@@ -61,32 +67,33 @@ class DrawCounts {
         refused.push_back(static_cast<int>(k));
         continue;
       }
-      // One store: the leaf is kept as soon as the item is used up.
-      word = n < most_ ? n : n | uint64_t{std::bit_cast<uint32_t>(tree_.leaf(slots[k]))} << 32;
+      word = word_of(n, tree_.leaf(slots[k]));
       TORCHREPLAY_FAULT("counts.counted");
       if (n == most_) gone_.push_back(slots[k]);
     }
-    set(std::vector<float>(gone_.size(), 0.0f));
+    const std::vector<float> none(gone_.size(), 0.0f);
+    if (!gone_.empty()) tree_.set(gone_.data(), none.data(), static_cast<int>(gone_.size()));
+    TORCHREPLAY_FAULT("counts.taken");
     return refused;
   }
 
-  // Draws of these items that did not happen. Nothing comes of those that are gone.
+  // Draws of these items that did not happen. Nothing comes of those that are gone. The leaf first: after a death
+  // between the two the item still is used up.
   void give_back(const std::vector<int64_t>& keys) {
-    std::vector<float> leaves;
-    gone_.clear();
+    LeafChanges leaves(tree_);
     const DirtyScope dirty(header_, Dirty::kTree);
     for (const int64_t key : keys) {
       const uint64_t slot = memory_.slot_of(static_cast<uint64_t>(key)), n = draws(slot);
       if (memory_.at(slot) != static_cast<uint64_t>(key) + 1 || n == 0) continue;
-      const float leaf = std::bit_cast<float>(static_cast<uint32_t>(words_[slot] >> 32));
+      const float leaf = kept_leaf(slot);
       if (n == most_ && !(leaf > 0)) continue;  // it ended
+      if (n == most_ && !is_discarded(memory_, slot)) leaves.set(slot, header_.sampler.prioritized ? leaf : 1);
+      kill_fence();
       words_[slot] = n - 1;
       TORCHREPLAY_FAULT("counts.uncounted");
-      if (n < most_ || is_discarded(memory_, slot)) continue;
-      gone_.push_back(static_cast<int64_t>(slot));
-      leaves.push_back(leaf);
     }
-    set(leaves);
+    leaves.flush();
+    TORCHREPLAY_FAULT("counts.given_back");
   }
 
   // Leaves that follow from the counts, after a death in the midst. Sums are left to be computed. O(capacity).
@@ -99,9 +106,9 @@ class DrawCounts {
   }
 
  private:
-  void set(const std::vector<float>& leaves) {
-    if (!gone_.empty()) tree_.set(gone_.data(), leaves.data(), static_cast<int>(gone_.size()));
-    TORCHREPLAY_FAULT("counts.set");
+  // One store: the leaf is kept as soon as the item is used up.
+  uint64_t word_of(uint64_t n, float leaf) const {
+    return n < most_ ? n : n | uint64_t{std::bit_cast<uint32_t>(leaf)} << 32;
   }
 
   SegmentMemory& memory_;
@@ -109,7 +116,7 @@ class DrawCounts {
   PriorityTree tree_;
   uint64_t* words_;  // the leaf << 32 | draws
   uint64_t most_;
-  std::vector<int64_t> gone_;  // slots whose leaves change
+  std::vector<int64_t> gone_;  // slots of items that a draw uses up
 };
 
 }  // namespace torchreplay

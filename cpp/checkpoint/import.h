@@ -151,12 +151,16 @@ class Import {
       copy_value(value, rows.values[f] + i * fields[f].nbytes, fields[f].nbytes);
       if (fields[f].element == Element::kBool) make_bools(value, fields[f].nbytes);
     }
-    row.set({static_cast<uint64_t>(rows.link[i]), static_cast<uint32_t>(rows.step[i]), rows.priority[i]},
+    const auto link = static_cast<uint64_t>(rows.link[i]);
+    const bool used_up = link & kUsedUp, is_counted = DrawCounts::are_kept(header_);
+    const uint64_t flags_not_kept = used_up && is_counted ? kUsedUp | kDiscarded : kUsedUp;
+    row.set({link & ~flags_not_kept, static_cast<uint32_t>(rows.step[i]), rows.priority[i]},
             memory_.layout().view.linked());
     PriorityTree tree = memory_.tree();
     const float leaf = tree.clamp(rows.leaf[i]);
     const float unit = leaf >= 1 ? 1 : leaf > 0 ? Epochs::kDrawn : 0;  // of leaves that are no priorities
-    tree.leaves()[slot] = header_.sampler.prioritized ? leaf : Epochs::are_kept(header_) ? unit : unit > 0;
+    const float own = header_.sampler.prioritized ? leaf : Epochs::are_kept(header_) ? unit : unit > 0;
+    tree.leaves()[slot] = used_up ? 0 : own;
     const bool tells_draws = !header_.sampler.prioritized && leaf > 0;
     const uint64_t draws = tells_draws ? static_cast<uint64_t>(std::min(leaf / unit, 0x1p16f)) - 1 : 0;
     if (Claims::are_kept(header_)) {
@@ -165,12 +169,7 @@ class Import {
       claims.arrive(slot);
       claims.set_draws(slot, draws);
     }
-    if (DrawCounts::are_kept(header_)) {
-      DrawCounts counts(memory_);
-      counts.begin(slot);
-      const bool used_up = leaf == 0 && (rows.link[i] & static_cast<int64_t>(kDiscarded));
-      counts.set_draws(slot, used_up ? DrawCounts::kMost : draws);
-    }
+    if (is_counted) DrawCounts(memory_).set_draws(slot, used_up ? DrawCounts::kMost : draws, own);
     TORCHREPLAY_FAULT("import.copied");
     row.word.store(slot_word::done(key, slot_word::kLoaded), std::memory_order_release);
   }

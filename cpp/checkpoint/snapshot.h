@@ -13,7 +13,7 @@ namespace torchreplay {
 struct RowColumns {
   std::vector<char*> values;  // of each field; nullptr: they are not copied
   int64_t* key = nullptr;
-  float* leaf = nullptr;  // 0: could not be drawn
+  float* leaf = nullptr;  // 0: could not be drawn, nor could those whose links say so
   int64_t* link = nullptr;
   int32_t* step = nullptr;
   float* priority = nullptr;
@@ -65,7 +65,7 @@ class Snapshot {
       TORCHREPLAY_FAULT("save.looked");
       for (uint64_t slot = first; slot < last; slot++)
         if (at_[slot - first] && copy_row(slot, at_[slot - first], out, n)) {
-          if (!done_.empty() && done_[slot - first]) out.link[n] |= kDiscarded;
+          if (!done_.empty()) out.link[n] |= done_[slot - first];
           out.leaf[n++] = leaf_[slot - first];
         }
     }
@@ -89,13 +89,13 @@ class Snapshot {
     if (DrawCounts::are_kept(memory_.header())) return note_draws(first, last);
     if (!Claims::are_kept(memory_.header())) return;
     const Claims claims(memory_);
-    done_.assign(last - first, false);
+    done_.assign(last - first, 0);
     for (uint64_t slot = first; slot < last; slot++) {
       const Claim claim = claims.of(slot);
       float& leaf = leaf_[slot - first];
       if (claim.holder() && claim.draws() != Claim::kMostDraws) leaf = 1;  // it comes again where it is loaded
       if (leaf > 0) leaf += static_cast<float>(claim.draws());
-      done_[slot - first] = leaf == 0 && !claim.is_untouched();
+      if (leaf == 0 && !claim.is_untouched()) done_[slot - first] = kDiscarded;
     }
   }
 
@@ -103,11 +103,15 @@ class Snapshot {
   void note_draws(uint64_t first, uint64_t last) {
     const DrawCounts counts(memory_);
     const SamplerConfig& sampler = memory_.header().sampler;
-    done_.assign(last - first, false);
+    done_.assign(last - first, 0);
     for (uint64_t slot = first; slot < last; slot++) {
       float& leaf = leaf_[slot - first];
-      done_[slot - first] = counts.is_used_up(slot);
-      if (!sampler.prioritized) leaf *= 1 + static_cast<float>(counts.draws(slot));
+      if (!counts.is_used_up(slot)) {
+        if (!sampler.prioritized) leaf *= 1 + static_cast<float>(counts.draws(slot));
+        continue;
+      }
+      if (!is_discarded(memory_, slot)) leaf = counts.kept_leaf(slot);
+      done_[slot - first] = leaf > 0 ? kDiscarded | kUsedUp : kDiscarded;
     }
   }
 
@@ -143,8 +147,8 @@ class Snapshot {
 
   SegmentMemory& memory_;
   std::vector<uint64_t> at_;
-  std::vector<float> leaf_;  // where draws are counted and no priorities: 1 and how often it was drawn
-  std::vector<bool> done_;   // where they are counted: nobody is to draw it
+  std::vector<float> leaf_;    // where draws are counted and no priorities: 1 and how often it was drawn
+  std::vector<int64_t> done_;  // where they are counted: flags of those that nobody is to draw
 };
 
 }  // namespace torchreplay

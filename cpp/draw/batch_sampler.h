@@ -133,6 +133,7 @@ class BatchSampler {
     CountedDraw counted(memory_.header());
     TakenItems taken(*this);
     drawing_.begin(is_queue_ ? 0 : static_cast<size_t>(n));
+    failed_are_back_ = false;
     RewriteWatch watch(memory_.header());
     for (uint32_t round = 0; round < kRounds; round++) {
       const Draw outcome = draw(n, name, round, shortage, patience, turn, counted, rules);
@@ -221,19 +222,21 @@ class BatchSampler {
     if (is_queue_) oldest_.settle(rules);
     if (counts_draws_) counts_.give_back(memory_.owed().take());
     if (h.stopped.load(std::memory_order_relaxed)) return Draw::kStopped;
-    if (round && counts_draws_) counts_.give_back(keys_of_todo());
+    if (round && counts_draws_) give_back_failed();
     if (round) resync_failed();
     // A redraw absorbs too: a learner that slept while the ring turned would find one stale leaf after the other.
     turn.absorb(lock);
     TORCHREPLAY_FAULT("draw.absorbed");
     if (is_queue_ && round) oldest_.drop_failed();
     const PriorityTree tree = memory_.tree();
-    if (!is_queue_ && tree.total() == 0) counted.take_back();  // it waits, as one that begins does
+    // In a redraw of a batch that may become shorter what was copied is enough.
+    const bool has_enough = rules.last_epoch != kNever && round && drawing_.todo.size() < drawing_.items.size();
+    if (!is_queue_ && !has_enough && tree.total() == 0) counted.take_back();  // it waits, as one that begins does
     if (!counted && due_.is_over(rules)) return Draw::kEpochOver;
     const auto lacks_items = [&] {
       if (!counted && !Limiter(h).can_sample(most_of(n, rules))) return true;
       if (is_queue_) return oldest_.lacks_items(n, rules);
-      return tree.total() == 0 || (counts_draws_ && !counts_.has_left(draws_of(n, rules)));
+      return !has_enough && (tree.total() == 0 || (counts_draws_ && !counts_.has_left(draws_of(n, rules))));
     };
     // Those it admits may write all that is missing before it sleeps.
     while (lacks_items() && !announce_wait(n, rules, shortage)) turn.absorb(lock);
@@ -252,6 +255,7 @@ class BatchSampler {
     } else {
       find(tree, n, name, round);
     }
+    failed_are_back_ = false;
     if (counted) counted.recount(drawing_.items.size());
     if (!counted) {
       counted.count(count());
@@ -289,6 +293,7 @@ class BatchSampler {
     }
     const uint64_t missing = shortage.needed > h.inserted ? shortage.needed - h.inserted : 1;
     limiter.demand(most);
+    if (counts_draws_) h.demand = std::max(h.demand, shortage.needed);
     TORCHREPLAY_FAULT("draw.demanded");
     // Once a turn at the least: what is overwritten unseen never counts. And where writers have to stop.
     uint64_t wake_at = h.absorbed + std::min(missing, memory_.capacity()) - 1;
@@ -403,11 +408,30 @@ class BatchSampler {
     try {
       const SegmentLock lock(memory_, {.deadline = 0});
       if (is_queue_) oldest_.give_back(keys);
-      if (counts_draws_) counts_.give_back(keys);
+      if (counts_draws_) counts_.give_back(counted_keys());
       if (keeps_epochs_) due_.give_back(keys);
     } catch (...) {
-      if (is_queue_ || counts_draws_) memory_.owed().add(keys);
+      if (is_queue_) memory_.owed().add(keys);
+      if (counts_draws_) memory_.owed().add(counted_keys());
     }
+  }
+
+  // The draws of the items that could not be copied did not happen. Others may be drawn for them, or none.
+  void give_back_failed() {
+    counts_.give_back(keys_of_todo());
+    failed_are_back_ = true;
+  }
+
+  // The keys of the items whose draws count.
+  std::vector<int64_t> counted_keys() const {
+    std::vector<int64_t> keys;
+    size_t failed = 0;
+    for (int i = 0; i < count(); i++)
+      if (failed_are_back_ && failed < drawing_.todo.size() && drawing_.todo[failed] == i)
+        failed++;
+      else
+        keys.push_back(drawing_.items[i].key());
+    return keys;
   }
 
   std::vector<int64_t> keys_of_todo() const {
@@ -498,6 +522,7 @@ class BatchSampler {
   OldestItems oldest_;
   DrawCounts counts_;
   bool keeps_epochs_, is_queue_, counts_draws_;
+  bool failed_are_back_ = false;  // those of todo
   int threads_ = 1;
   std::vector<std::optional<Copier>> copiers_;  // of each thread
   std::vector<Part> parts_;

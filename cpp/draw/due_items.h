@@ -22,11 +22,12 @@ class DueItems {
   // The epoch that the last batch was of, by number.
   uint64_t epoch() const { return epoch_; }
 
-  // Whether the last epoch has nothing left to draw, or the items no draws. An empty buffer may still get its first.
+  // Whether the last epoch has nothing left to draw, or the items no draws. An empty buffer may still get its first,
+  // and so may one that was cleared.
   bool is_over(const DrawRules& rules) const {
     if (rules.last_epoch == kNever) return false;
     const Header& h = memory_.header();
-    if (DrawCounts::are_kept(h) && h.inserted > 0 && memory_.tree().count() == 0) return true;
+    if (DrawCounts::are_kept(h) && h.inserted > h.limiter().cleared && memory_.tree().count() == 0) return true;
     if (epochs_.ended() < rules.last_epoch) return false;
     return epochs_.ended() > rules.last_epoch || (epochs_.due() == 0 && memory_.tree().count() > 0);
   }

@@ -233,6 +233,8 @@ inline void note_draw(Participant& learner, int n) {
 
 inline constexpr uint64_t kFirst = 1, kTerminated = 2, kTruncated = 4, kHasPriority = 8;
 inline constexpr uint64_t kDiscarded = 16;  // nobody draws the item that the row is the anchor of
+inline constexpr uint64_t kUsedUp =
+    32;  // in checkpoints: it was handed out as often as it may be, and has its old leaf
 inline constexpr uint64_t kEnds = kTerminated | kTruncated;
 
 // The description of a row.

@@ -1,12 +1,14 @@
 """Items that leave after so many draws, of samplers that draw at random."""
 
+import contextlib
 import itertools
+import threading
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from forked import Forked, shared_counters
+from forked import Forked, eventually, shared_counters
 
 import torchreplay as tr
 
@@ -231,3 +233,90 @@ def test_a_number_of_draws_that_is_none_is_refused(sampler, bad):
         sampler(max_draws=bad)
     with pytest.raises(ValueError, match="max_draws is"):
         tr.Fifo(max_draws=None)
+
+
+def test_a_learner_that_waits_for_draws_is_not_waited_for():
+    limiter = tr.SamplesPerInsert(4.0, min_size=10, tolerance=0.1)
+    with tr.ReplayBuffer(SPEC, 1000, sampler=tr.Uniform(max_draws=1), limiter=limiter, seed=0) as buffer:
+
+        def explore():
+            with contextlib.suppress(tr.Stopped), buffer.writer() as writer:
+                for k in itertools.count():
+                    writer.append(x=k)
+
+        explorer = threading.Thread(target=explore, daemon=True)
+        explorer.start()
+        came = Counter()
+        for _ in range(10):
+            came.update(buffer.sample(8, timeout=30)["x"].tolist())
+        buffer.stop()
+        explorer.join()
+        assert came.total() == 80
+        assert max(came.values()) == 1
+
+
+def test_draws_of_an_epoch_that_is_over_are_due_in_the_next_when_they_go_back():
+    with filled(8, tr.Uniform(replacement=False, max_draws=2), capacity=64) as buffer:
+        buffer.sample(8)
+        dataset = tr.ReplayDataset(buffer, 2, prefetch=2)
+        stream = iter(dataset)
+        next(stream)
+        eventually(lambda: dataset.ready == 2)
+        buffer.sample(2)
+        buffer.extend(x=np.arange(8, 12))
+        buffer.sample(4)
+        in_the_next = buffer.sample(2)["x"].tolist()
+        stream.close()
+        came = [item for batch in tr.ReplayDataset(buffer, 2, epochs=1) for item in batch["x"].tolist()]
+        assert len(came) == 6
+        assert not set(came) & set(in_the_next)
+        assert buffer.num_items == 0
+
+
+def test_a_dataset_of_epochs_waits_for_the_first_items_after_a_clear():
+    with filled(8, tr.Uniform(replacement=False, max_draws=1), capacity=64) as buffer:
+        buffer.sample(8)
+        buffer.clear()
+        with pytest.raises(tr.WouldBlockForever):
+            next(iter(tr.ReplayDataset(buffer, 4, epochs=1)))
+        buffer.extend(x=np.arange(8, 12))
+        assert [len(batch["x"]) for batch in tr.ReplayDataset(buffer, 4, epochs=1)] == [4]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_state_says_was_drawn_ahead_goes_back_where_it_is_left_out(kind, tmp_path):
+    with filled(64, KINDS[kind](max_draws=1)) as buffer:
+        dataset = tr.ReplayDataset(buffer, 8, prefetch=2)
+        stream = iter(dataset)
+        came = Counter(next(stream)["x"].tolist())
+        state = dataset.state_dict()
+        buffer.save(tmp_path / "saved")
+        stream.close()
+    with tr.ReplayBuffer.load(tmp_path / "saved") as loaded:
+        assert loaded.num_items == 40
+        tr.ReplayDataset(loaded, 4).load_state_dict(state)
+        assert loaded.num_items == 56
+        assert came + drain(loaded, 8) == dict.fromkeys(range(64), 1)
+
+
+def test_a_checkpoint_keeps_the_priorities_of_what_was_drawn_ahead(tmp_path):
+    with filled(8, tr.Prioritized(alpha=1.0, eps=1e-9, max_draws=1)) as buffer:
+        buffer.update_priorities(torch.arange(8), torch.arange(1.0, 9.0))
+        before = buffer.gather(torch.arange(8))["probability"]
+        batch = buffer.sample(8)
+        ahead = {"step": 0} | {name: batch[name] for name in ("key", "weight", "probability")}
+        buffer.save(tmp_path / "saved")
+    with tr.ReplayBuffer.load(tmp_path / "saved") as loaded:
+        assert loaded.num_items == 0
+        tr.ReplayDataset(loaded, 4).load_state_dict({"draws": 0, "position": 0, "drawn": [ahead]})
+        torch.testing.assert_close(loaded.gather(torch.arange(8))["probability"], before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_items_of_a_mix_go_back_when_another_buffer_has_none(kind):
+    with filled(16, KINDS[kind](max_draws=1)) as plenty, filled(4, tr.Uniform(max_draws=1)) as few:
+        stream = iter(tr.MixedDataset({"plenty": plenty, "few": few}, 4, prefetch=1))
+        came = Counter(next(stream)["plenty"]["x"].tolist())
+        with pytest.raises(tr.WouldBlockForever):
+            next(stream)
+        assert came + drain(plenty, 4) == dict.fromkeys(range(16), 1)

@@ -61,6 +61,20 @@ def test_a_draw_that_ends_early_in_a_redraw_is_not_counted_and_the_next_has_its_
     faulty.run(failed_draws.end_a_redraw, interrupt)
 
 
+@pytest.mark.parametrize("max_draws", [None, 1])
+def test_the_last_batch_of_an_epoch_becomes_shorter_by_the_rows_that_go_while_it_is_drawn(faulty, max_draws):
+    assert faulty.run(failed_draws.lose_items_of_a_last_batch, max_draws) == [1, 8]
+
+
+def test_draws_that_could_not_go_back_at_once_go_back_once_and_not_in_a_forked_child_too(faulty):
+    came, most = faulty.run(failed_draws.owe_draws_in_a_process_that_forks)
+    assert came == most
+
+
+def test_a_death_while_draws_go_back_leaves_each_item_used_up_or_back(faulty):
+    assert faulty.run(failed_draws.die_while_draws_go_back) == 1
+
+
 @pytest.mark.parametrize(
     ("limiter", "admitted"),
     [

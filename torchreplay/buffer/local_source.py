@@ -57,7 +57,7 @@ class LocalSource(LocalSampler, BatchSource):
 
     def give_back(self, keys: torch.Tensor) -> None:
         """Says that nobody got the items of `keys`, which were drawn."""
-        if takes_what_it_draws(self.config.sampler):
+        if takes_what_it_draws(self.config.sampler) and not self.segment.closed:
             self.segment.give_back(keys)
 
     def batches(self, spec: StreamSpec) -> PrefetchIterator:

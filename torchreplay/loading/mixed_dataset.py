@@ -155,18 +155,23 @@ class MixedDataset(SteppedDataset[Any]):
     def _next_of(
         self, streams: list[Iterator[ReplayBatch]], waits: list[LimiterDeadlockGuard]
     ) -> list[ReplayBatch] | None:
-        parts = []
-        for name, stream, wait in zip(self._names, streams, waits, strict=True):
-            try:
-                with wait:
-                    part = next(stream, None)
-            except (ReplayTimeout, WouldBlockForever) as error:
-                error.add_note(f"It was the wait for buffer {name!r} of {self!r}.")
-                raise
-            if part is None:
-                return None
-            parts.append(part)
-        return parts
+        parts: list[ReplayBatch] = []
+        try:
+            for name, stream, wait in zip(self._names, streams, waits, strict=True):
+                try:
+                    with wait:
+                        part = next(stream, None)
+                except (ReplayTimeout, WouldBlockForever) as error:
+                    error.add_note(f"It was the wait for buffer {name!r} of {self!r}.")
+                    raise
+                if part is None:
+                    break
+                parts.append(part)
+        finally:
+            if len(parts) < len(self.buffers):  # nobody gets them
+                for buffer, part in zip(self.buffers, parts, strict=False):
+                    source_of(buffer).give_back(part["key"].cpu())
+        return parts if len(parts) == len(self.buffers) else None
 
     def update_priorities(self, batch: Mapping[str, Any], td: Any) -> None:
         """Feeds TD errors back to exactly the items they were computed from, each to its own buffer.
