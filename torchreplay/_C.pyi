@@ -17,16 +17,14 @@ Shortage = tuple[str, int, int, int, int]  # "wait", "barren", "stopped" or "lap
 class QueueState(TypedDict):
     to_draw: int
     held: int
-    dropped: int
     head: int
     limit: int
     need: int
     needed_key: int
-    oldest_key: int
-    oldest_age: float
+    needed_pid: int
     holders: list[tuple[int, int, bool]]  # pid, items, whether it is this attachment
     open_streams: int
-    writers: int
+    writers: list[int]  # the pid of each
     waiting: int
 
 class Census(TypedDict):
@@ -219,6 +217,7 @@ class Segment:
 class Reader:
     def __init__(self, fd: int, /) -> None: ...
     def facts(self) -> dict[str, Any]: ...
+    def queue(self) -> dict[str, Any] | None: ...
     def copy_slots(self, first: int, n: int, /) -> tuple[bytes, bytes]: ...
     def close(self) -> None: ...
     @property

@@ -132,13 +132,8 @@ class Claims {
     }
   }
 
-  // The processes that hold items.
-  std::vector<ItemHolder> holders() const {
-    std::vector<ItemHolder> found;
-    std::copy_if(holders_, holders_ + header_.holders, std::back_inserter(found),
-                 [](const ItemHolder& h) { return h.items > 0; });
-    return found;
-  }
+  // The clock of arrivals.
+  static uint32_t millis() { return static_cast<uint32_t>(machine_ns(CLOCK_MONOTONIC_COARSE) / 1'000'000); }
 
   // Milliseconds since the item came, which is there.
   uint32_t age(uint64_t slot) const { return millis() - memory_.arrivals()[slot]; }
@@ -174,8 +169,6 @@ class Claims {
 
  private:
   static ItemHolder* holders_of(SegmentMemory& m) { return reinterpret_cast<ItemHolder*>(m.holders()); }
-
-  static uint32_t millis() { return static_cast<uint32_t>(machine_ns(CLOCK_MONOTONIC_COARSE) / 1'000'000); }
 
   bool may_come_again(uint64_t slot, uint64_t draws) const {
     return draws < header_.sampler.max_draws && !is_discarded(memory_, slot);

@@ -45,11 +45,6 @@ class QueueRoom {
     return below;
   }
 
-  // Why the row with the lowest key that is needed is so.
-  Need oldest_need() {
-    return header_.needed_from < header_.absorbed ? need_of(header_.needed_from, true) : Need::kNone;
-  }
-
   // Streams that may go on. O(capacity).
   uint64_t open_streams() {
     uint64_t n = 0;

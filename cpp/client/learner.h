@@ -106,6 +106,27 @@ class Learner {
     if (!closed() && held()) torchreplay::note_draw(attachment().memory().participant(member_.held()), n);
   }
 
+  // While it lives, those who watch see that a thread of this process waits for items.
+  class WaitScope {
+   public:
+    explicit WaitScope(const Learner& learner)
+        : attachment_(learner.require_open()), entry_(attachment_->memory().participant(learner.member_.held())) {
+      entry_.waiting.store(1, std::memory_order_relaxed);
+    }
+    ~WaitScope() { entry_.waiting.store(0, std::memory_order_relaxed); }
+    WaitScope(const WaitScope&) = delete;
+
+   private:
+    std::shared_ptr<Attachment> attachment_;
+    Participant& entry_;  // of who takes no part: that of nobody
+  };
+
+  // Sleeps until a writer signals rows, as Attachment does.
+  void wait_for_rows(uint32_t seen, int64_t ns) {
+    const WaitScope waiting(*this);
+    attachment().wait_for_rows(seen, ns);
+  }
+
   // The stream of draws
 
   // The next draw that nobody has ordered, or that was ordered and not taken. Of a process that has made none it comes

@@ -53,9 +53,12 @@ class PrefetchStream {
       taken.outcome = prefetcher_->take(0, taken.shortage);
     } else {
       const BusyScope mine(*this, Busy::kWaits);
+      std::optional<Learner::WaitScope> waiting;
+      if (is_short_) waiting.emplace(*learner_);
       const Unlocked others;
       taken.outcome = prefetcher_->take(ns, taken.shortage);
     }
+    if (taken.shortage || taken.outcome == Draw::kDone) is_short_ = taken.outcome != Draw::kDone;
     if (taken.outcome != Draw::kDone) return taken;
     attachment->note_taken(prefetcher_->missed_updates());
     drawn_from_ = prefetcher_->drawn_from();
@@ -190,7 +193,8 @@ class PrefetchStream {
   int batch_size_;
   uint64_t last_epoch_;
   uint64_t loop_;
-  int at_least_ = 0;  // items of a batch, of a queue; 0: all
+  int at_least_ = 0;       // items of a batch, of a queue; 0: all
+  bool is_short_ = false;  // the thread was last heard to wait for items
   Busy busy_ = Busy::kNo;
   uint64_t busy_in_ = 0;  // fork generation
   std::deque<Ordered> orders_;

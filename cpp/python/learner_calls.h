@@ -241,9 +241,11 @@ inline PyObject* update(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
 // wait_rows(seen, ns): sleeps until a writer signals rows, at most `ns`; not at all when one has since the draw that
 // said `seen`.
 inline PyObject* wait_rows(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
-  return on_segment(self, [&](AttachedSegment& segment) {
+  return method<SegmentObject>(self, [&](SegmentObject& s) {
     expect_args("wait_rows", nargs, 2);
-    segment.wait_for_rows(static_cast<uint32_t>(as_uint(args[0])), as_int(args[1]));
+    s.attached();
+    const std::shared_ptr<Learner> learner = s.learner;  // another thread may close it
+    learner->wait_for_rows(static_cast<uint32_t>(as_uint(args[0])), as_int(args[1]));
   });
 }
 

@@ -65,22 +65,32 @@ inline PyObject* held_elsewhere(PyObject* self, PyObject* loop) {
   });
 }
 
+// [value of each], of what `convert` makes a new reference.
+template <class Many, class Convert>
+Ref list_of(const Many& many, const Convert& convert) {
+  Ref list(checked(PyList_New(0)));
+  for (const auto& one : many) {
+    const Ref entry(checked(convert(one)));
+    if (PyList_Append(list.get(), entry.get())) throw PythonError{};
+  }
+  return list;
+}
+
 // queue_state(count_streams) -> dict: the fields of QueueState; `holders` is a list of (pid, items, mine).
 inline PyObject* queue_state(PyObject* self, PyObject* count_streams) {
   return on_segment(self, [&](AttachedSegment& segment) {
     const QueueState s = QueueState::of(segment, as_bool(count_streams));
     const uint32_t own = segment.memory().presence();
-    const Ref holders(checked(PyList_New(0)));
-    for (const ItemHolder& h : s.holders) {
-      const Ref entry(checked(Py_BuildValue("iKO", h.pid, static_cast<unsigned long long>(h.items),
-                                            h.presence == own ? Py_True : Py_False)));
-      if (PyList_Append(holders.get(), entry.get())) throw PythonError{};
-    }
-    return checked(Py_BuildValue(
-        "{sKsKsKsKsKsIsLsLsdsOsKsKsK}", "to_draw", s.to_draw, "held", s.held, "dropped", s.dropped, "head", s.head,
-        "limit", s.limit, "need", static_cast<unsigned>(s.need), "needed_key", static_cast<long long>(s.needed_key),
-        "oldest_key", static_cast<long long>(s.oldest_key), "oldest_age", static_cast<double>(s.oldest_age_ms) * 1e-3,
-        "holders", holders.get(), "open_streams", s.open_streams, "writers", s.writers, "waiting", s.waiting));
+    const Ref holders = list_of(s.holders, [&](const ItemHolder& h) {
+      return Py_BuildValue("iKO", h.pid, static_cast<unsigned long long>(h.items),
+                           h.presence == own ? Py_True : Py_False);
+    });
+    const Ref writers = list_of(s.writers, [](int32_t pid) { return PyLong_FromLong(pid); });
+    return checked(Py_BuildValue("{sKsKsKsKsIsLsisOsKsOsK}", "to_draw", s.to_draw, "held", s.held, "head", s.head,
+                                 "limit", s.limit, "need", static_cast<unsigned>(s.oldest.need), "needed_key",
+                                 static_cast<long long>(s.oldest.key), "needed_pid", s.oldest.pid, "holders",
+                                 holders.get(), "open_streams", s.open_streams, "writers", writers.get(), "waiting",
+                                 s.waiting));
   });
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "python/properties.h"
+#include "python/queue_calls.h"
 #include "python/regions.h"
 #include "python/stats.h"
 #include "segment/segment_reader.h"
@@ -46,14 +47,11 @@ inline const char* name_of(Role role) {
 
 // [(id, role, alive, waiting, pid, rows, since_write, since_draw)].
 inline Ref participants_of(const SegmentFacts& f) {
-  Ref list(checked(PyList_New(0)));
-  for (const ParticipantFacts& p : f.participants) {
-    const Ref entry(checked(Py_BuildValue(
-        "(isOOiKdd)", p.id, name_of(p.role), p.alive ? Py_True : Py_False, p.waiting ? Py_True : Py_False, p.pid,
-        static_cast<unsigned long long>(p.rows), segment::ago(p.last_write, f.now), segment::ago(p.last_draw, f.now))));
-    if (PyList_Append(list.get(), entry.get())) throw PythonError{};
-  }
-  return list;
+  return segment::list_of(f.participants, [&](const ParticipantFacts& p) {
+    return Py_BuildValue("(isOOiKdd)", p.id, name_of(p.role), p.alive ? Py_True : Py_False,
+                         p.waiting ? Py_True : Py_False, p.pid, static_cast<unsigned long long>(p.rows),
+                         segment::ago(p.last_write, f.now), segment::ago(p.last_draw, f.now));
+  });
 }
 
 inline void put_counts(segment::DictBuilder& d, const SegmentFacts& f) {
@@ -95,6 +93,25 @@ inline PyObject* facts(PyObject* self, PyObject*) {
   });
 }
 
+// queue() -> dict: what a queue's tables say; `holders` is a list of (pid, items, alive). None of what is no queue.
+inline PyObject* queue(PyObject* self, PyObject*) {
+  return guarded([&] {
+    const SegmentReader& r = state_of<ReaderObject>(self).reader();
+    if (!r.layout().view.claimed) return Py_NewRef(Py_None);
+    const QueueTables tables(r.base(), r.layout());
+    const OldestNeed oldest = tables.oldest_need();
+    const std::optional<uint32_t> age = tables.oldest_age();
+    const Ref holders = segment::list_of(tables.holders(), [&](const ItemHolder& h) {
+      return Py_BuildValue("iKO", h.pid, static_cast<unsigned long long>(h.items),
+                           r.is_present(h.presence) ? Py_True : Py_False);
+    });
+    return checked(Py_BuildValue("{sKsKsKsdsIsisO}", "used", tables.used(), "held_items", tables.held(),
+                                 "dropped_items", tables.dropped(), "oldest_age", age ? 1e-3 * *age : -1.0, "need",
+                                 static_cast<unsigned>(oldest.need), "needed_pid", oldest.pid, "holders",
+                                 holders.get()));
+  });
+}
+
 // copy_slots(first, n) -> (float32 leaves, uint64 keys + 1) of the slots from `first` on, as bytes; fewer at the end.
 inline PyObject* copy_slots(PyObject* self, PyObject* args) {
   return guarded([&] {
@@ -112,6 +129,7 @@ inline PyObject* copy_slots(PyObject* self, PyObject* args) {
 
 inline PyMethodDef methods[] = {
     {"facts", facts, METH_NOARGS, nullptr},
+    {"queue", queue, METH_NOARGS, nullptr},
     {"copy_slots", copy_slots, METH_VARARGS, nullptr},
     {"close", plain_method<ReaderObject, [](ReaderObject& s) { s.segment.reset(); }>, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};

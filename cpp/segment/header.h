@@ -218,7 +218,7 @@ struct Participant {
   std::atomic<int64_t> last_write;  // machine_ns(); 0: never
   std::atomic<uint64_t> thread;     // pthread_self() of the last user
   std::atomic<int32_t> pid;
-  std::atomic<uint32_t> waiting;   // 1 while it waits for the limiter
+  std::atomic<uint32_t> waiting;   // not 0 while it waits for the limiter or for room; of a learner: for items
   std::atomic<int64_t> last_draw;  // machine_ns() when a learner got its last batch; 0: never
   std::atomic<uint64_t> since;     // tickets below were never this holder's
 };

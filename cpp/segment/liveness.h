@@ -113,6 +113,9 @@ class Liveness {
     return number == presence_.load(std::memory_order_relaxed) || held_elsewhere(presence_byte(number));
   }
 
+  // Of the lock table.
+  static int64_t presence_byte(uint32_t number) { return int64_t{kMaxParticipants} + number; }
+
  private:
   struct Registry {
     std::mutex mutex;
@@ -145,8 +148,6 @@ class Liveness {
     own_.reset();
     presence_.store(0, std::memory_order_relaxed);
   }
-
-  static int64_t presence_byte(uint32_t number) { return int64_t{kMaxParticipants} + number; }
 
   static struct flock byte(int64_t id, short type) {
     struct flock f{};

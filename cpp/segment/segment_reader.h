@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "segment/format.h"
+#include "segment/liveness.h"
 #include "segment/weights_memory.h"
 
 namespace torchreplay {
@@ -20,7 +21,7 @@ struct ParticipantFacts {
   int id;
   Role role;
   bool alive;
-  bool waiting;  // for the limiter
+  bool waiting;  // for the limiter, or for room; a learner: for items
   int32_t pid;
   uint64_t rows;                  // written; of a learner: items that it got
   int64_t last_write, last_draw;  // machine_ns(); 0: never
@@ -57,6 +58,7 @@ class SegmentReader {
 
   const Layout& layout() const { return description_.layout; }
   const std::string& text() const { return description_.text; }
+  const char* base() const { return base_; }
   const Header& header() const { return *reinterpret_cast<const Header*>(base_); }
   uint64_t nonce() const { return header().nonce; }
   uint64_t seed() const { return header().seed; }
@@ -75,6 +77,9 @@ class SegmentReader {
 
   // Whether any process that takes part, or ever took the lock, lives. One system call.
   bool in_use() const { return is_locked(0, 0); }
+
+  // Whether the process of that attachment lives. One system call.
+  bool is_present(uint32_t presence) const { return is_locked(Liveness::presence_byte(presence), 1); }
 
   // O(participants ever at one time).
   SegmentFacts facts() const {

@@ -7,6 +7,7 @@ __all__ = [
     "flat_episodes",
     "footprint",
     "inspection",
+    "jams",
     "local_sampler",
     "local_source",
     "notices",

@@ -1,24 +1,26 @@
-"""Waits of a queue that can never end: found, and said with the numbers."""
+"""What a queue's writers and learners wait for, in words; and waits that can never end, which are found."""
 
 from __future__ import annotations
 
 import threading
 import time
 from enum import IntEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchreplay.errors import ReplayTimeout, WouldBlockForever
-from torchreplay.segment.waits import IN_VAIN, LOG_EVERY, RETURN_GRACE, logger
+from torchreplay.segment.process_state import is_stopped, named
+from torchreplay.segment.waits import IN_VAIN, RETURN_GRACE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torchreplay import _C
     from torchreplay._C import QueueState
     from torchreplay.schema.config import Config
 
 
 class Need(IntEnum):
-    """Why the oldest row that is needed is so: the native core's numbers."""
+    """Why writers have no room, by the oldest row that is needed: the native core's numbers."""
 
     NONE = 0
     TO_DRAW = 1
@@ -27,7 +29,7 @@ class Need(IntEnum):
     UNWRITTEN = 4
 
 
-def state_of(segment: _C.Segment, count_streams: bool = False) -> QueueState | None:
+def queue_state(segment: _C.Segment, count_streams: bool = False) -> QueueState | None:
     """Returns what the queue holds; None where the lock is another's now, who may be stopped."""
     try:
         return segment.queue_state(count_streams)
@@ -35,25 +37,51 @@ def state_of(segment: _C.Segment, count_streams: bool = False) -> QueueState | N
         return None
 
 
-def held_by(state: QueueState) -> str:
-    """Returns who holds how many items, and which of them are stopped; "" where nobody holds any."""
-    parts = []
-    for pid, items, mine in state["holders"]:
-        who = "this process" if mine else f"process {pid}"
-        stopped = f", which is stopped (continue it with `kill -CONT {pid}`)" if not mine and _is_stopped(pid) else ""
-        parts.append(f"{items:,} by {who}{stopped}")
-    return f"held: {', '.join(parts)}" if parts else ""
+def held_by(holders: Sequence[tuple[int, int, bool]]) -> str:
+    """Returns who holds how many items, and which of them are stopped: of (pid, items, whether it is this process)."""
+    parts = [f"{items:,} by {'this process' if mine else named(pid)}" for pid, items, mine in holders]
+    return ", ".join(parts)
 
 
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    except (OSError, IndexError):
-        return False
+def kept_by(need: int, pid: int) -> str:
+    """Returns what keeps the oldest row, where it is no item: an episode or a row that somebody writes; else ""."""
+    who = named(pid) if pid else "an unknown process"
+    if need == Need.UNFINISHED:
+        return f"an unfinished episode of {who} keeps the oldest row"
+    return f"the oldest row is being written by {who}" if need == Need.UNWRITTEN else ""
 
 
-class WriterJam:
-    """Finds that unfinished episodes fill the queue, so that none can be completed. For one wait of a writer.
+def why_full(segment: _C.Segment) -> str:
+    """Returns why a writer has no room: what waits to be drawn, who holds items, and what keeps the oldest row."""
+    state = queue_state(segment)
+    if state is None:
+        return "the queue is full, and another process has its lock"
+    holders = held_by(state["holders"])
+    parts = [
+        f"the queue is full: {state['to_draw']:,} items wait to be drawn",
+        f"{state['held']:,} are held{holders and ': ' + holders}",
+        kept_by(state["need"], state["needed_pid"]),
+    ]
+    return "; ".join(filter(None, parts))
+
+
+def why_short(segment: _C.Segment) -> str:
+    """Returns what else a learner has to know that waits for items, each part after "; ": who holds some, who stops."""
+    state = queue_state(segment)
+    if state is None:
+        return ""
+    holders = held_by(state["holders"])
+    stopped = sorted({pid for pid in state["writers"] if is_stopped(pid)})
+    parts = [
+        holders and f"held: {holders}",
+        kept_by(state["need"], state["needed_pid"]),
+        stopped and f"of the writers: {', '.join(map(named, stopped))}",
+    ]
+    return "".join(f"; {part}" for part in parts if part)
+
+
+class Jam:
+    """Finds that a wait on a queue can never end.
 
     Args:
         segment: The queue's memory.
@@ -62,15 +90,18 @@ class WriterJam:
 
     def __init__(self, segment: _C.Segment, config: Config) -> None:
         self._segment, self._config = segment, config
-        self._seen: Any = None  # at the last look, and when
+        self._seen: Any = None  # at the last look, and since when
         self._since = 0.0
-        self._log_at = LOG_EVERY
 
-    def check(self, waited: float) -> None:
+
+class WriterJam(Jam):
+    """Finds that unfinished episodes fill the queue, so that none can be completed. For all waits of a writer."""
+
+    def check(self, others: int = 0) -> None:
         """Looks at the queue, a few times a second.
 
         Args:
-            waited: Seconds so far.
+            others: Writers that wait for room, too, and do not sleep in the native core.
 
         Raises:
             WouldBlockForever: All writers wait for room, nothing can be drawn, and nobody holds anything.
@@ -79,26 +110,22 @@ class WriterJam:
         if now - self._since < IN_VAIN / 4:
             return
         self._since = now
-        state = state_of(self._segment)
+        state = queue_state(self._segment)
         if state is None:
             return
-        if waited >= self._log_at:
-            self._log_at += LOG_EVERY
-            text = "the queue is full since %.0f s: %d items wait to be drawn; %s"
-            logger.warning(text, waited, state["to_draw"], held_by(state))
         key = state["head"], state["needed_key"]
         stuck = (
             state["need"] == Need.UNFINISHED
             and not state["to_draw"]
             and not state["held"]
-            and state["waiting"] + 1 >= state["writers"]  # this one looks, and does not sleep
+            and state["waiting"] + 1 + others >= len(state["writers"])  # this one looks, and does not sleep
         )
         if stuck and self._seen == key:
             self._raise()
         self._seen = key if stuck else None
 
     def _raise(self) -> None:
-        state = state_of(self._segment, True)
+        state = queue_state(self._segment, True)
         if state is None:
             return
         view, capacity, streams = self._config.view, self._config.capacity, max(1, state["open_streams"])
@@ -111,18 +138,12 @@ class WriterJam:
         )
 
 
-class LearnerJam:
+class LearnerJam(Jam):
     """Finds that a learner waits for items that no writer has room for. For one wait.
 
-    Args:
-        segment: The queue's memory.
-        config: What it was made of.
+    What other loops of the process hold counts as soon to be done, unless the process has no other thread. Threads that
+    each hold a claim, and wait for more within it, are not found: their waits end by their timeouts.
     """
-
-    def __init__(self, segment: _C.Segment, config: Config) -> None:
-        self._segment, self._config = segment, config
-        self._seen: Any = None
-        self._since = time.monotonic()
 
     def check(self, at_least: int, loop: int) -> None:
         """Looks at the queue.
@@ -134,20 +155,20 @@ class LearnerJam:
         Raises:
             WouldBlockForever: Nobody but the waiting learner could make room.
         """
-        state = state_of(self._segment)
-        if state is None or state["head"] < state["limit"] or state["need"] == Need.NONE:
+        state = queue_state(self._segment)
+        if state is None or state["need"] == Need.NONE:
             self._seen = None
             return
         mine = sum(items for _, items, own in state["holders"] if own)
-        others = state["held"] - mine + self._segment.held_elsewhere(loop)
+        single = threading.active_count() == 1
+        others = state["held"] - mine + (0 if single else self._segment.held_elsewhere(loop))
         by_writers = state["need"] in (Need.UNFINISHED, Need.UNWRITTEN)
-        moves = others or (by_writers and state["waiting"] < state["writers"])
+        moves = others or (by_writers and state["waiting"] < len(state["writers"]))
         key = state["head"], state["limit"], state["to_draw"], state["held"]
         if moves or key != self._seen:
             self._seen, self._since = (None if moves else key), time.monotonic()
             return
-        census = self._segment.census(True)
-        alone = not census["others_learning"] and threading.active_count() == 1
+        alone = single and not self._segment.census(True)["others_learning"]
         if time.monotonic() - self._since < (0.0 if alone else RETURN_GRACE):
             return
         advice = "call commit() or release() first" if mine else "ask for fewer, or for at_least=1"

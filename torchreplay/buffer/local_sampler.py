@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchreplay import _C
 from torchreplay.buffer.base import MAX_BATCH, EpochsOver
+from torchreplay.buffer.jams import why_short
 from torchreplay.buffer.notices import warn_of_copies
 from torchreplay.buffer.pending_updates import PendingUpdates, require_one_each
 from torchreplay.cuda.copies import to_host
@@ -165,8 +166,7 @@ class LocalSampler:
             raise EpochsOver
         trouble = self.trouble(why, batch_size)
         if trouble is None:
-            complete_when, remark = self.config.view.complete_when, self._small_ring() + self._leaving()
-            wait.check_rows(inserted, needed, drawable, self._rows_held(), complete_when, remark)
+            wait.check_rows(inserted, needed, drawable, self._rows_held(), self.config.view.complete_when, self._remark)
         elif why == "barren":
             wait.check_turns(trouble)
         else:
@@ -177,6 +177,12 @@ class LocalSampler:
         with suppress(ReplayTimeout):
             return self.segment.refresh(0, True)
         return None
+
+    def _remark(self) -> str:
+        """Returns what else there is to say where items are missing: of a queue, who holds some."""
+        if isinstance(self.config.sampler, Fifo):
+            return why_short(self.segment)
+        return self._small_ring() + self._leaving()
 
     def _small_ring(self) -> str:
         """Returns the remark that fewer items came than were written, where the minimum makes one of it."""

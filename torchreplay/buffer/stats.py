@@ -60,7 +60,8 @@ class Stats:
         rows_written: Tickets issued to writers; more than rows by those lost to deaths and skipped slots.
         dropped_rows: Rows of a buffer in a file that were being written when all its processes had died.
         last_write_age: Seconds since a writer last wrote (10 ms resolution); -1 if none did.
-        insert_wait: Seconds that writers waited for the limiter, or gave way to a learner that fell behind, added up.
+        insert_wait: Seconds that writers waited for the limiter or for room in a queue, or gave way to a learner that
+            fell behind, added up.
         sample_wait: Seconds that learners waited for rows, added up.
         insert_wait_share: Share of the last 10 to 20 seconds that a writer waited so, on average.
         sample_wait_share: Share of them that a learner waited for rows, on average.

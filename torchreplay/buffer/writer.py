@@ -8,7 +8,7 @@ from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
 
 from torchreplay import _C
 from torchreplay.buffer.final_observations import FinalObservations
-from torchreplay.buffer.jams import WriterJam
+from torchreplay.buffer.jams import WriterJam, why_full
 from torchreplay.errors import ReplayTimeout, Stopped
 from torchreplay.schema.batch_plan import Roles, names_of
 from torchreplay.schema.config import Config
@@ -25,6 +25,9 @@ AUTORESETS: tuple[OwnAutoreset, ...] = get_args(OwnAutoreset)  # in the order of
 Autoreset: TypeAlias = OwnAutoreset | Literal["NextStep", "SameStep", "Disabled"] | Enum
 """What a vector environment does when an episode ends, as Gymnasium's `AutoresetMode` or its value too."""
 MAX_ENVS = 1 << 20
+MORE_TOLERANCE = "give SamplesPerInsert a tolerance with room for all rows of a call, or use MinSize"
+LARGER_QUEUE = "choose a larger capacity, or give Fifo when_full='drop_oldest'"
+"""What to do about a wait of a writer that nobody ends."""
 
 
 class Writer(_C.Writer, Closeable):
@@ -35,6 +38,11 @@ class Writer(_C.Writer, Closeable):
 
     Under a view that links rows, the episodes under way belong to the thread that wrote them: `step` of another thread
     is a `ValueError`. That one may begin new episodes by `reset`.
+
+    Attributes:
+        timeout: Seconds that a call may wait for the limiter, or for room in a queue, at a time. After that it raises
+            `ReplayTimeout`, which says what for. Then a call of one row has written none, and may be repeated. None,
+            the default: as long as somebody is there to draw.
 
     Example:
         >>> flag = tr.Field((), torch.bool)
@@ -58,7 +66,8 @@ class Writer(_C.Writer, Closeable):
         self._config = config
         self._num_envs = num_envs
         self._audience = Audience(segment)
-        self._jam: WriterJam | None = None
+        self._jam = WriterJam(segment, config) if isinstance(config.sampler, Fifo) else None
+        self.timeout: float | None = None
         open_writers.add(self)
 
     def end_episode(self, mask: Any = None) -> None:
@@ -128,46 +137,32 @@ class Writer(_C.Writer, Closeable):
         Raises:
             Stopped: The buffer was stopped, or nobody has been there to draw for some seconds.
             WouldBlockForever: Nobody is there who could draw.
-            ReplayTimeout: Every slot has been held by stopped writers for a minute.
+            ReplayTimeout: The timeout has passed, or every slot has been held by stopped writers for a minute.
         """
         if stalled:
             self._look_while_stalled(waited)
             return
         if waited == 0:
-            self._wait = Wait(self._segment, None)
-            self._jam = WriterJam(self._segment, self._config) if self._is_queue else None
+            self._wait = Wait(self._segment, self.timeout)
         else:
-            self._wait.check_room(self._balance, *self._advice)
             if self._jam is not None:
-                self._jam.check(waited)
+                self._jam.check()
+                self._wait.check_room(
+                    self._why_full, LARGER_QUEUE, "room in the queue", lambda: f"{self._why_full()}; "
+                )
+            else:
+                self._wait.check_room(
+                    self._balance, MORE_TOLERANCE, "the learner to draw more, as the limiter wants it"
+                )
             self._look_around()
         self._wait.look()
 
-    @property
-    def _is_queue(self) -> bool:
-        return isinstance(self._config.sampler, Fifo)
-
-    @property
-    def _advice(self) -> tuple[str, str]:
-        """What to do about a wait that nobody ends, and what the writer waits for."""
-        if self._is_queue:
-            return (
-                "choose a larger capacity, or give Fifo when_full='drop_oldest'",
-                "room in the queue, which is full",
-            )
-        return (
-            "give SamplesPerInsert a tolerance with room for all rows of a call, or use MinSize",
-            "the learner to draw more, as the limiter wants it",
-        )
+    def _why_full(self) -> str:
+        return f"{why_full(self._segment)}; capacity: {self._config.capacity:,} rows"
 
     def _balance(self) -> str:
         """Returns what was inserted and drawn, and what the limiter makes of it, for errors."""
         stats, limiter = self._segment.stats(), from_native(*self._segment.limiter)
-        if self._is_queue:
-            return (
-                f"the queue is full: {stats['drawable']:,} items wait to be drawn, {stats['held_items']:,} are held; "
-                f"size: {stats['size']:,} of {self._config.capacity:,} rows"
-            )
         return (
             f"{stats['inserted']:,} items were inserted and {stats['sampled']:,} drawn, and {limiter} says that the "
             f"learner is behind; size: {stats['size']:,} rows"

@@ -6,6 +6,7 @@ __all__ = [
     "file_lock",
     "handle",
     "process_hooks",
+    "process_state",
     "progress",
     "ray_node",
     "regular_file",

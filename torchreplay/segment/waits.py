@@ -110,7 +110,13 @@ class Wait:
         return self._timeout is not None and time.monotonic() - self._start >= self._timeout
 
     def check_rows(
-        self, inserted: int, needed: int, drawable: int, size: int | None, complete_when: str, remark: str = ""
+        self,
+        inserted: int,
+        needed: int,
+        drawable: int,
+        size: int | None,
+        complete_when: str,
+        remark: Callable[[], str] = str,
     ) -> None:
         """Gives up a wait for rows that nobody will write, or that took too long; a long one is logged.
 
@@ -120,7 +126,7 @@ class Wait:
             drawable: Items that can be drawn now.
             size: Rows held; None where that is not known.
             complete_when: When an item can be, as the view says.
-            remark: What else there is to say about these figures.
+            remark: Returns what else there is to say about these figures.
 
         Raises:
             Stopped: The buffer was stopped.
@@ -132,14 +138,17 @@ class Wait:
         why = f" ({complete_when})" if complete_when and not drawable else ""
         self._check_stopped()  # last: who stops it may leave at once, and that is no reason to give up
         held = "" if size is None else f", size: {size:,} rows"
-        figures = (
-            f"{inserted:,} items were inserted, {needed:,} are needed and {drawable:,} can be drawn{why}; writers "
-            f"alive: {census['writers']}, last write: {_ago(census['since_write'])}{held}{remark}"
-        )
+
+        def figures() -> str:
+            return (
+                f"{inserted:,} items were inserted, {needed:,} are needed and {drawable:,} can be drawn{why}; writers "
+                f"alive: {census['writers']}, last write: {_ago(census['since_write'])}{held}{remark()}"
+            )
+
         if not census["others_writing"] and not census["supervisors"]:
             self._check_writers(census, figures)
         if self.expired:
-            raise ReplayTimeout(f"no batch{self._of()} within {self._timeout:.10g} s: {figures}")
+            raise ReplayTimeout(f"no batch{self._of()} within {self._timeout:.10g} s: {figures()}")
         self._tell("rows", figures)
 
     def check_turns(self, trouble: str) -> None:
@@ -160,15 +169,21 @@ class Wait:
             raise ReplayTimeout(f"no batch{self._of()} within {self._timeout:.10g} s: {trouble}")
 
     def check_delivery(self, waiting_for: str) -> None:
-        """Says, now and then, what keeps the rows of a remote writer from being taken."""
-        self._tell(waiting_for, "the buffer is on another node")
+        """Says, now and then, what keeps the rows of a remote writer from being taken.
 
-    def _tell(self, what: str, figures: str) -> None:
+        Raises:
+            ReplayTimeout: The deadline has passed.
+        """
+        if self.expired:
+            raise ReplayTimeout(f"append() found no room within {self._timeout:.10g} s: it waits for {waiting_for}")
+        self._tell(waiting_for, lambda: "the buffer is on another node")
+
+    def _tell(self, what: str, figures: Callable[[], str]) -> None:
         """Says what is waited for, now and then."""
         waited = time.monotonic() - self._start
         if waited >= self._log_at:
             self._log_at += LOG_EVERY
-            logger.warning("waiting for %s%s since %.0f s: %s", what, self._of(), waited, figures)
+            logger.warning("waiting for %s%s since %.0f s: %s", what, self._of(), waited, figures())
 
     def end(self) -> None:
         """Called when the wait is over, however it ended."""
@@ -181,7 +196,7 @@ class Wait:
         if self._segment.stopped:
             raise Stopped(f"{self._segment.called} was stopped")
 
-    def _check_writers(self, census: Census, figures: str) -> None:
+    def _check_writers(self, census: Census, figures: Callable[[], str]) -> None:
         waited, gone = time.monotonic() - self._start, census["since_departure"]
         if not census["shared"]:
             reason = "no other thread holds a writer and the buffer was never handed to another process"
@@ -192,24 +207,26 @@ class Wait:
         else:
             return
         error = WouldBlockForever(
-            f"sample(){self._of()} would wait for ever: {figures}; {reason}. Write more rows, start explorers, or ask "
-            f"less of the limiter; buffer.expect_writers() says that writers will come"
+            f"sample(){self._of()} would wait for ever: {figures()}; {reason}. Write more rows, start explorers, or "
+            f"ask less of the limiter; buffer.expect_writers() says that writers will come"
         )
         error.no_writer = True
         raise error
 
-    def check_room(self, balance: Callable[[], str], advice: str, missing: str) -> None:
-        """Gives up a wait for a learner that cannot come; a long one is logged.
+    def check_room(self, balance: Callable[[], str], advice: str, missing: str, state: Callable[[], str] = str) -> None:
+        """Gives up a wait for a learner that cannot come, or that took too long; a long one is logged.
 
         Args:
             balance: Says what was inserted and drawn, and what follows from it.
             advice: What else to do, after "Draw more batches between appends".
             missing: What the writer waits for.
+            state: Returns what else is known of that, with "; " at its end. It waits for no lock.
 
         Raises:
             Stopped: The buffer was stopped.
             WouldBlockForever: This process made the buffer and has no other thread that could draw, nor has another
                 process come to draw.
+            ReplayTimeout: The deadline has passed.
         """
         census, waited = self._segment.census(True), time.monotonic() - self._start
         alone = not census["others_learning"] and not census["others_owning"] and threading.active_count() == 1
@@ -222,9 +239,17 @@ class Wait:
                 f"append(){self._of()} would wait for ever: {balance()}; writers alive: {census['writers']}, last "
                 f"write: {_ago(census['since_write'])}; {nobody}. Draw more batches between appends, {advice}"
             )
-        figures = f"learners alive: {census['learners']}"
-        if census["learners"] and not census["others_learning"]:
-            figures += ", which is this thread itself: it waits for itself, unless another comes. Draw between appends"
+
+        def figures() -> str:
+            alive = f"{state()}learners alive: {census['learners']}"
+            if not census["learners"] or census["others_learning"]:
+                return alive
+            return (
+                f"{alive}, which is this thread itself: it waits for itself, unless another comes. Draw between appends"
+            )
+
+        if self.expired:
+            raise ReplayTimeout(f"append(){self._of()} found no room within {self._timeout:.10g} s: {figures()}")
         self._tell(missing, figures)
 
 
@@ -268,14 +293,14 @@ class ShownWait(Wait):
 
     _line: LiveLine | None = None
 
-    def _tell(self, what: str, figures: str) -> None:
+    def _tell(self, what: str, figures: Callable[[], str]) -> None:
         waited = time.monotonic() - self._start
         if self._line is None and waited >= LONG_AFTER:
             self._line = LiveLine.on_terminal()
         if self._line is None:
             super()._tell(what, figures)
         else:
-            self._line.show(f"waiting for {what}{self._of()} since {waited:.0f} s: {figures}")
+            self._line.show(f"waiting for {what}{self._of()} since {waited:.0f} s: {figures()}")
 
     def end(self) -> None:
         """Takes the line away."""

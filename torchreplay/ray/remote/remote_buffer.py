@@ -123,7 +123,7 @@ class RemoteWriter(Writer):
             self._refuse_closed_buffer()
 
     def _look(self, stalled: bool, waited: float) -> None:
-        self._sender.make_room(self._send_buffer, self._admitted)
+        self._sender.make_room(self._send_buffer, self._admitted, self.timeout)
 
 
 class RemoteBuffer(WritableReplay):

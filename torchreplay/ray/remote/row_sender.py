@@ -71,14 +71,14 @@ class RowSender:
             self._actor.tell("look", [send_buffer.source], group="rows")
         return send_buffer
 
-    def make_room(self, send_buffer: SendBuffer, admitted: Callable[[], bool]) -> None:
-        """Returns when the send buffer admits rows again."""
+    def make_room(self, send_buffer: SendBuffer, admitted: Callable[[], bool], timeout: float | None) -> None:
+        """Returns when the send buffer admits rows again; raises ReplayTimeout if that takes longer."""
 
         def has_room() -> bool:
             self._check(send_buffer)  # first: a stage that is stopped admits nothing
             return admitted()
 
-        self._await(send_buffer, has_room)
+        self._await(send_buffer, has_room, timeout)
 
     def flush(self, send_buffer: SendBuffer) -> None:
         """Returns when everything in the send buffer is acknowledged."""
@@ -131,8 +131,8 @@ class RowSender:
         if send_buffer is not None and send_buffer.ended is not None:
             raise send_buffer.ended.error()
 
-    def _await(self, send_buffer: SendBuffer, is_done: Callable[[], bool]) -> None:
-        wait = Wait(send_buffer.segment, None)
+    def _await(self, send_buffer: SendBuffer, is_done: Callable[[], bool], timeout: float | None = None) -> None:
+        wait = Wait(send_buffer.segment, timeout)
         while not is_done():
             self._check(send_buffer)
             self._events.put(None)

@@ -248,7 +248,7 @@ class ShardedSampler(BatchSource):
         if drawable or barren is None:
             inserted, needed = self.shards.limiter.inserted, self.shards.limiter.needed(n)
             size = sum(figures.stats.size for figures in self.shards.figures.values())
-            wait.check_rows(inserted, needed, drawable, size, self._complete_when, self.shards.silence)
+            wait.check_rows(inserted, needed, drawable, size, self._complete_when, lambda: self.shards.silence)
         else:
             wait.check_turns(barren)
 
