@@ -1,6 +1,7 @@
 """Buffers and weights that are passed to other nodes of a Ray cluster: real nodes, real kills."""
 
 import os
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from forked import eventually
+from forked import Forked, eventually, shared_counters
 from remote_explorers import STEPS, Explorer, Owner, assert_complete, make_buffer, rows_of, write_when_it_is_closed
 
 import torchreplay as tr
@@ -282,6 +283,56 @@ def test_a_limiter_holds_remote_writers_back_until_the_learner_draws(cluster, ex
             buffer.sample(10, timeout=120)
             drawn += 10
     assert_complete(buffer, {1: 600})
+
+
+def test_a_full_queue_keeps_remote_writers_waiting_and_says_whose_doing_it_is(cluster, explorer):
+    buffer, held = make_buffer(50, sampler=tr.Fifo()), shared_counters(1)
+    far = explorer(1, buffer, 1)
+
+    def hold():
+        held[0] = len(buffer.sample(30)["count"])
+        signal.pause()
+
+    def write(_, writer):
+        writer.timeout = 5.0
+        row = {"writer": 1, "count": 0, "frame": np.zeros(400, np.float32)}
+        while True:
+            writer.append(**row)
+
+    with Forked(hold) as holder:
+        end = far.try_to.remote(write)
+        eventually(lambda: held[0] == 30, 120)
+        holder.signal(signal.SIGSTOP)
+        kind, text = cluster.ray.get(end)
+        assert kind is tr.ReplayTimeout
+        assert text == (
+            f"append() found no room within 5 s: it waits for room in the queue: the queue is full: 20 items wait to "
+            f"be drawn; 30 are held: 30 by process {holder.pid}, which is stopped (continue it with `kill -CONT "
+            f"{holder.pid}`)"
+        )
+    buffer.stop()
+
+
+def test_unfinished_episodes_of_remote_writers_that_fill_a_queue_are_named(cluster, explorer):
+    buffer = tr.ReplayBuffer(STEPS, 12, view=tr.Sequences(length=8), sampler=tr.Fifo())
+
+    def write(buffer, writer):
+        writer.close()  # or it might write, for all that is known
+        obs, flags = np.zeros((2, 2), int), np.zeros(2, bool)
+        with buffer.writer(num_envs=2) as writer:
+            writer.reset(obs=obs)
+            for _ in range(20):
+                writer.step(obs=obs, reward=flags, terminated=flags, truncated=flags)
+            writer.flush()
+
+    ends = [explorer(node, buffer, node).try_to.remote(write) for node in (1, 2)]
+    for kind, text in cluster.ray.get(ends):
+        assert issubclass(kind, RuntimeError)
+        # Of one writer's chunk, or of both, as they came; an item has nine rows, and each episode one more before it.
+        environments = int(re.search(r"unfinished episodes of (\d) environments fill the 12 rows", text)[1])
+        assert environments in (2, 3, 4)
+        assert f"a capacity of at least {10 * environments}" in text
+    buffer.stop()
 
 
 @pytest.mark.soak

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,11 +12,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from torchreplay.buffer.jams import why_full
 from torchreplay.buffer.replay_buffer import ReplayBuffer, attached_here, local_sampler
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Writer
 from torchreplay.errors import AttachError, ReplayLost, Stopped
 from torchreplay.ray.runtime.session import import_ray, logger
+from torchreplay.schema.samplers import Fifo
 from torchreplay.schema.views import Rows
 from torchreplay.segment.delivery_log import END, DeliveryLog, WriterEntry
 from torchreplay.segment.handle import Handle
@@ -73,15 +75,27 @@ class _Behind(Exception):
 
 
 class IngestWriter(Writer):
-    """Writes the chunks of one remote writer. It counts as a writer of the buffer while that one is heard of."""
+    """Writes the chunks of one remote writer. It counts as a writer of the buffer while that one is heard of.
 
-    def __init__(self, buffer: ReplayBuffer, entry: WriterEntry) -> None:
+    Args:
+        buffer: Where it writes.
+        entry: What is known of the remote writer.
+        others_behind: Returns how many of the other remote writers are.
+
+    Attributes:
+        heard: Monotonic time when that one was heard of last.
+        is_behind: Whether its next chunk waits for the limiter, or for room in a queue.
+    """
+
+    def __init__(self, buffer: ReplayBuffer, entry: WriterEntry, others_behind: Callable[[], int] = int) -> None:
         sampler = local_sampler(buffer)
         super().__init__(sampler.segment, sampler.config)
         self.entry = entry
         self.heard = time.monotonic()
         self._buffer = buffer
         self._linked = not isinstance(buffer.view, Rows)
+        self._others_behind = others_behind
+        self.is_behind = False
         self._deadline = 0.0  # monotonic time until which to wait for the limiter
 
     def write(self, chunk: Chunk) -> None:
@@ -150,6 +164,8 @@ class IngestWriter(Writer):
         if self._segment.stopped:
             raise Stopped(f"{self._config.called} was stopped")
         if waited:
+            if self._jam is not None:
+                self._jam.check(self._others_behind())
             if time.monotonic() >= self._deadline:
                 raise _Behind
             self._look_around()
@@ -207,8 +223,10 @@ class Ingest:
         try:
             writer = self._writer_of(source)
             if chunk.number == writer.entry.written + 1:
+                writer.is_behind = False
                 writer.write(chunk)
         except _Behind:
+            writer.is_behind = True
             return Answer(writer.entry.written, waiting=self._why(), limited=True)
         except Stopped as error:
             self._end(error)
@@ -294,13 +312,20 @@ class Ingest:
                 entry = self._log.entry(source.writer, source.num_envs, source.rows, source.fresh)
                 if entry is None:
                     raise RuntimeError("nothing was heard of this writer for too long: make another")
-                writer = self._writers[source.writer] = IngestWriter(self._buffer, entry)
+                writer = self._writers[source.writer] = IngestWriter(self._buffer, entry, self._count_others_behind)
             writer.heard = time.monotonic()
             writer.entry.touch()
             return writer
 
+    def _count_others_behind(self) -> int:
+        """Returns how many remote writers wait, beside the one whose chunk is being written."""
+        return sum(writer.is_behind for writer in list(self._writers.values()))
+
     def _why(self) -> str:
-        census = local_sampler(self._buffer).segment.census(True)
+        segment = local_sampler(self._buffer).segment
+        if isinstance(self._buffer.sampler, Fifo):
+            return f"room in the queue: {why_full(segment)}"
+        census = segment.census(True)
         return f"the learner to draw more, as the limiter wants it (learners alive: {census['learners']})"
 
     def _audience(self) -> Audience:
