@@ -172,3 +172,53 @@ def test_the_dataset_pickles_and_copies_with_its_buffers(pair):
         for batch in other:
             dataset.update_priorities(batch, torch.ones(8))
     assert [buffer.stats().updated for buffer in pair] == [16, 16]
+
+
+# Queues
+
+QUEUE = {"x": tr.Field((), torch.int64)}
+
+
+def queue_of(numbers, **fifo):
+    buffer = tr.ReplayBuffer(QUEUE, 100, sampler=tr.Fifo(**fifo))
+    buffer.extend(x=torch.as_tensor(numbers))
+    return buffer
+
+
+def left_in(buffer):
+    return buffer.sample(100, at_least=1)["x"].tolist()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("commit", ["next", "manual"])
+def test_a_queue_that_ends_short_ends_the_mixture_and_keeps_what_makes_no_batch(prefetch, commit, caplog):
+    demonstrations = tr.ReplayBuffer(QUEUE, 100)
+    demonstrations.extend(x=torch.arange(1000, 1050))
+    queue = queue_of(range(20), commit=commit)
+    dataset = tr.MixedDataset({demonstrations: 0.25, queue: 0.75}, 8, prefetch=prefetch)
+    batches = [batch["x"][2:].tolist() for batch in dataset]
+    assert batches == [list(range(first, first + 6)) for first in (0, 6, 12)]
+    assert "2 items are left in the queue that is buffer 1, and a batch takes 6" in caplog.text
+    queue.commit()
+    assert left_in(queue) == [18, 19]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(("form", "pairs"), [("names", 2), ("shares", 1)])
+def test_the_part_of_a_queue_beside_one_that_ends_is_back_in_its_place(form, pairs, prefetch):
+    long, short = queue_of(range(40)), queue_of(range(7))
+    if form == "names":
+        dataset = tr.MixedDataset({"long": long, "short": short}, 5, prefetch=prefetch)
+    else:
+        dataset = tr.MixedDataset({long: 1, short: 1}, 10, prefetch=prefetch)
+    assert len(list(dataset)) == pairs
+    assert left_in(long) == list(range(5 * pairs, 40))
+    assert short.num_items == (2 if form == "shares" else 0)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_part_of_a_queue_beside_one_that_is_waited_for_in_vain_is_back_in_its_place(prefetch):
+    first, second = queue_of(range(40)), queue_of(range(3))
+    with second.expect_writers(), pytest.raises(tr.ReplayTimeout, match="3 can be drawn"):
+        next(iter(tr.MixedDataset({first: 1, second: 1}, 8, prefetch=prefetch, timeout=0.1)))
+    assert (left_in(first), left_in(second)) == (list(range(40)), [0, 1, 2])

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from copy import copy
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 
 from torchreplay.buffer.base import MAX_BATCH, Pin, Replay, source_of
+from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.errors import ReplayTimeout, WouldBlockForever
 from torchreplay.loading.dataset import Loop, ReplayDataset, SteppedDataset, refuse_worker, require_device, require_pin
 from torchreplay.loading.limiter_deadlock import LimiterDeadlockGuard
 from torchreplay.loading.mixture import Mixture, as_indices, checked_errors, require_issued
 from torchreplay.schema.batch import ReplayBatch, keys_of
+from torchreplay.schema.samplers import Fifo
+from torchreplay.segment.waits import logger
 from torchreplay.validation import checked_int
 
 AnyReplay = TypeVar("AnyReplay", bound=Replay)  # the keys of a Mapping are of one type alone
@@ -42,6 +45,9 @@ class MixedDataset(SteppedDataset[Any]):
     **Names**: one batch of each buffer, for learners with several agents or policies, whose specs and views may
     differ. An element is a dict of what a `ReplayDataset` of each buffer gives. Steps that belong together, of all
     agents at once, are rows of one buffer instead, with a nested spec.
+
+    A queue (`Fifo`) among the buffers ends the iteration, as it ends that of a `ReplayDataset`. Parts that make no
+    whole element are in their queues again. With shares that goes for a shorter last batch, too: its size is logged.
 
     The rest is as in `ReplayDataset`. A new iteration continues the streams of draws. `DataLoader` (with
     `batch_size=None`) works with workers under every start method. No global random state is touched. After `stop()` of
@@ -156,6 +162,7 @@ class MixedDataset(SteppedDataset[Any]):
         self, streams: list[Iterator[ReplayBatch]], waits: list[LimiterDeadlockGuard]
     ) -> list[ReplayBatch] | None:
         parts: list[ReplayBatch] = []
+        whole = False
         try:
             for name, stream, wait in zip(self._names, streams, waits, strict=True):
                 try:
@@ -165,13 +172,34 @@ class MixedDataset(SteppedDataset[Any]):
                     error.add_note(f"It was the wait for buffer {name!r} of {self!r}.")
                     raise
                 if part is None:
-                    break
+                    return None
                 parts.append(part)
+                if self._is_short(part, name):
+                    return None
+            whole = True
+            return parts
         finally:
-            if len(parts) < len(self.buffers):  # nobody gets them
-                for buffer, part in zip(self.buffers, parts, strict=False):
-                    source_of(buffer).give_back(part["key"].cpu())
-        return parts if len(parts) == len(self.buffers) else None
+            if not whole:
+                self._give_back(parts)
+
+    def _is_short(self, part: ReplayBatch, name: Any) -> bool:
+        """Returns whether it is the shorter batch at the end of a queue, of which no mixture can be made."""
+        lacks = 0 if self._mixture is None else self._mixture.counts[name] - part.batch_size
+        if lacks > 0:
+            logger.warning(
+                "%s ends: %d items are left in the queue that is buffer %d, and a batch takes %d; get them by "
+                "queue.sample(%d, at_least=1)",
+                *(repr(self), part.batch_size, name, part.batch_size + lacks, part.batch_size),
+            )
+        return lacks > 0
+
+    def _give_back(self, parts: list[ReplayBatch]) -> None:
+        """Has parts that nobody gets be drawn again, where their buffers count draws, or hand out each item once."""
+        for buffer, part in zip(self.buffers, parts, strict=False):
+            if isinstance(buffer.sampler, Fifo):
+                cast(ReplayBuffer, buffer).release(part)  # no other buffer has such a sampler
+            else:
+                source_of(buffer).give_back(part["key"].cpu())
 
     def update_priorities(self, batch: Mapping[str, Any], td: Any) -> None:
         """Feeds TD errors back to exactly the items they were computed from, each to its own buffer.
