@@ -338,6 +338,79 @@ def test_watch_on_a_narrow_terminal_cuts_no_number(run, columns):
     assert not any(re.search(r"\d…", line) for line in lines)
 
 
+# Queues
+
+
+@pytest.fixture
+def sick_queue():
+    """A full queue: an explorer waits for room, a stopped learner holds 30 of 100 items, another one waits for 90."""
+    queue = make(100, sampler=tr.Fifo(commit="manual"))
+    ready = shared_counters(2)
+
+    def learn(number, items):
+        ready[number] = 1 if number else len(queue.sample(items)["x"])
+        queue.sample(90)
+
+    with Forked(write_for_ever, queue, None, 1) as explorer:
+        eventually(lambda: len(queue) == 100)
+        with Forked(learn, 0, 30) as holder:
+            eventually(lambda: ready[0] == 30)
+            holder.signal(signal.SIGSTOP)
+            with Forked(learn, 1, 0) as other:
+                eventually(lambda: ready[1])
+                yield SimpleNamespace(name=queue.name, explorer=explorer.pid, holder=holder.pid, other=other.pid)
+                other.kill()
+            holder.kill()
+        explorer.kill()
+    queue.close()
+
+
+def test_watch_shows_of_a_queue_what_is_there_who_has_it_and_who_waits_for_whom(sick_queue, tmp_path, call):
+    path = tmp_path / "screen.txt"
+    assert call("watch", sick_queue.name, "--seconds", 1.5, "--picture", path).status == 0
+    screen = re.sub("[ │\n]+", " ", path.read_text())
+    assert "100 of 100 rows in use 100 %" in screen
+    assert "Rows, Fifo(commit=manual)" in screen
+    assert re.search(r"items to draw 70 .* the oldest came [\d.]+ m?s ago items held 30 .* by 1 process ", screen)
+    assert re.search(r"explorers wait .* of their time; 1 of 1 at this moment", screen)
+    assert re.search(r"learners wait .* of their time; 1 of 2 at this moment", screen)
+    assert re.search(rf"learner {sick_queue.holder} .*? 30 stopped", screen)
+    assert re.search(rf"learner {sick_queue.other} .* waits for items", screen)
+    assert re.search(
+        rf"writer {sick_queue.explorer} .* waits for room, which process {sick_queue.holder} holds", screen
+    )
+    assert f"! Process {sick_queue.holder}, a learner, is stopped and holds 30 items, which nobody else gets" in screen
+    for word in ("TD error", "samples per insert", "priorities"):  # there is no such thing
+        assert word not in screen
+
+
+def test_watch_in_a_pipe_and_list_say_how_much_of_a_queue_waits_and_is_held(sick_queue, call):
+    (line,) = [text for text in call("watch", sick_queue.name, "--seconds", 1).output.splitlines() if "rows/s" in text][
+        :1
+    ]
+    assert re.search(
+        r": 100/100 rows, .* batches/s, 70 items to draw, 30 held, oldest [\d.]+ m?s, .*, 0 dropped, ", line
+    )
+    (row,) = [text for text in call("list").output.splitlines() if sick_queue.name in text]
+    assert re.search(r" 100 / 100 +100 % +0 +0 +1 +2 +70 +30 +\d", row)
+    (listed,) = [one for one in json.loads(call("list", "--json").output) if one["name"] == sick_queue.name]
+    assert (listed["to_draw"], listed["held_items"], listed["dropped_items"]) == (70, 30, 0)
+    assert listed["oldest_age"] > 0
+
+
+@pytest.mark.parametrize("columns", [30, 45, 60, 120])
+def test_watch_of_a_queue_fits_terminals_of_any_width(sick_queue, columns):
+    with Terminal("watch", sick_queue.name, "--interval", 0.2, columns=columns) as command:
+        eventually(lambda: command.shows("items held"), timeout=20)
+        command.signal(signal.SIGINT)
+        assert command.wait() == 0
+        command.shows("")
+        command.close()
+    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", command.text[command.text.rindex("\x1b[?1049l") :])
+    assert max(len(line) for line in last.splitlines()) <= columns
+    assert not any(re.search(r"\d…", line) for line in last.splitlines())
+
+
 def test_watch_of_what_is_not_there_says_what_is(run, call):
     result = call("watch", "nobody")
     assert result.status == 1

@@ -13,9 +13,9 @@ from watched_buffers import after, learn_for_ever, look_at, make, write, write_f
 
 import torchreplay as tr
 from torchreplay.monitoring.advice import Findings, WeightsInUse, advise
-from torchreplay.monitoring.discovery import state_of
 from torchreplay.monitoring.slots import SLOTS
 from torchreplay.monitoring.timeline import Timeline
+from torchreplay.segment.process_state import state_of
 
 
 def said(findings):
@@ -254,3 +254,141 @@ def test_a_learner_and_an_explorer_that_keep_step_are_well():
         findings = after(live, lambda: eventually(lambda start=batches[0]: batches[0] > start + 50))
         warnings = [advice.text for advice in advise(findings) if advice.severity == "warning"]
     assert warnings == []
+
+
+# Queues
+
+
+def queue(capacity=100, **fifo):
+    return make(capacity, sampler=tr.Fifo(**fifo))
+
+
+def hold_for_ever(buffer, items, held):
+    held[0] = len(buffer.sample(items)["x"])
+    signal.pause()
+
+
+def after_waits(live, name, seconds=1.5):
+    """What is found where somebody has waited for so long, of 4 seconds."""
+    start = getattr(live.snapshot(), name)
+    return after(live, lambda: eventually(lambda: getattr(live.snapshot(), name) > start + seconds), seconds=4.0)
+
+
+def test_a_learner_that_is_too_slow_for_a_queue():
+    buffer = queue()
+    with look_at(buffer) as live, Forked(write_for_ever, buffer, None, 1):
+        eventually(lambda: any(p.waiting for p in live.snapshot().alive("writer")))
+        buffer.sample(1)
+        text = said(after_waits(live, "insert_wait"))["held back"]
+    assert text.startswith("Explorers wait ")
+    assert "% of their time for room: the learner is too slow, and 99 items wait to be drawn." in text
+    assert "Add learners, give each a core of its own, or run fewer explorers." in text
+
+
+def test_a_learner_that_holds_most_of_a_queue_by_hand():
+    buffer = queue(commit="manual")
+    with look_at(buffer) as live, Forked(write_for_ever, buffer, None, 1):
+        eventually(lambda: len(buffer) == 100)
+        buffer.sample(80)
+        text = said(after_waits(live, "insert_wait"))["held back"]
+    assert f"process {os.getpid()} holds the oldest of 80 items. Call commit() more often, or enlarge the queue" in text
+
+
+def test_explorers_that_are_too_slow_for_a_queue_and_one_that_died():
+    buffer = queue()
+    with Forked(write, buffer, 3) as explorer:
+        assert explorer.wait() == 0
+    with look_at(buffer) as live:
+        text = said(after(live, lambda: starve(buffer, 1.2), seconds=4.0))["starving"]
+        assert "% of their time for items, and 3 are there: add explorers, or make them faster." in text
+        buffer.sample(3)
+        (advice,) = [a for a in advise(after(live, lambda: starve(buffer, 0.1))) if a.topic == "writer"]
+        assert (advice.severity, advice.text) == ("note", "No writer is there, and nothing is left to draw.")
+
+
+def test_a_stopped_learner_of_a_queue_is_said_to_hold_items_and_room():
+    buffer, held = queue(), shared_counters(1)
+    buffer.extend(x=np.zeros((100, 2), np.float32))
+    with look_at(buffer) as live, Forked(hold_for_ever, buffer, 40, held) as learner:
+        eventually(lambda: held[0] == 40)
+        learner.signal(signal.SIGSTOP)
+        eventually(lambda: state_of(learner.pid) == "T")
+        with Forked(write_for_ever, buffer, None, 1):
+            found = said(after_waits(live, "insert_wait"))
+    assert found["silent"] == (
+        f"Process {learner.pid}, a learner, is stopped and holds 40 items, which nobody else gets, and writers have no "
+        f"room until they are done: continue it with `kill -CONT {learner.pid}`."
+    )
+    assert "held back" not in found  # it is said already whose doing that is
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_writer_whose_unfinished_episode_keeps_a_queue_from_turning(stopped):
+    flag = tr.Field((), torch.bool)
+    spec = {"obs": tr.Field(2), "reward": tr.Field(), "terminated": flag, "truncated": flag}
+    buffer = tr.ReplayBuffer(spec, 50, view=tr.Transitions(), sampler=tr.Fifo(), name=f"test {os.getpid()} unfinished")
+    begun = shared_counters(1)
+
+    def begin():
+        writer = buffer.writer()
+        writer.reset(obs=np.zeros(2))
+        begun[0] = 1
+        signal.pause()
+
+    def go_on():
+        with buffer.writer() as writer:
+            writer.reset(obs=np.zeros(2))
+            while True:
+                writer.step(obs=np.zeros(2), reward=0.0, terminated=False, truncated=False)
+
+    with look_at(buffer) as live, Forked(begin) as slow, Forked(lambda: learn(buffer)):
+        eventually(lambda: begun[0])
+        if stopped:
+            slow.signal(signal.SIGSTOP)
+            eventually(lambda: state_of(slow.pid) == "T")
+        with Forked(go_on):
+            eventually(lambda: any(p.waiting for p in live.snapshot().alive("writer")))
+            found = said(after_waits(live, "insert_wait", 2.0))
+    if stopped:
+        assert found["silent"] == (
+            f"Process {slow.pid}, a writer, is stopped, and its unfinished episode leaves the other writers no room: "
+            f"continue it with `kill -CONT {slow.pid}`."
+        )
+        assert not {"held back", "starving"} & found.keys()
+    else:
+        assert (
+            f"an unfinished episode of process {slow.pid} has the oldest row. See whether it hangs"
+            in found["held back"]
+        )
+
+
+def learn(buffer):
+    for _ in tr.ReplayDataset(buffer, 1):
+        pass
+
+
+def test_items_that_a_queue_drops():
+    buffer = queue(when_full="drop_oldest")
+
+    def outrun():
+        for _ in range(10):
+            write(buffer, 100)
+            buffer.sample(60)
+
+    with look_at(buffer) as live:
+        text = said(after(live, outrun))["dropped"]
+        share = live.snapshot().dropped_items / live.snapshot().inserted
+    assert text.startswith(f"{100 * share:.0f} % of the items are dropped before they are drawn: draw faster, enlarge")
+    assert 0.3 < share <= 0.4
+
+
+def test_a_queue_that_is_well():
+    buffer = queue()
+
+    def work():
+        for _ in range(20):
+            write(buffer, 50)
+            buffer.sample(50)
+
+    with look_at(buffer) as live:
+        assert said(after(live, work)) == {}

@@ -11,8 +11,9 @@ from forked import Forked, eventually, shared_counters
 from watched_buffers import SPEC, content_of, look_at, make, write, write_for_ever
 
 import torchreplay as tr
-from torchreplay.monitoring.discovery import NoSuchBuffer, program_of, shared_files, state_of
+from torchreplay.monitoring.discovery import NoSuchBuffer, program_of, shared_files
 from torchreplay.monitoring.survey import choose, survey
+from torchreplay.segment.process_state import state_of
 
 
 def found(buffer):

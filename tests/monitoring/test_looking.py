@@ -13,6 +13,7 @@ from forked import Forked, eventually, shared_counters
 from watched_buffers import after, content_of, learn_for_ever, look_at, make, write, write_for_ever
 
 import torchreplay as tr
+from torchreplay.buffer.jams import Need
 from torchreplay.monitoring.advice import advise
 from torchreplay.monitoring.slots import sample_slots
 from torchreplay.monitoring.survey import choose, survey
@@ -207,3 +208,64 @@ def test_nothing_is_said_of_a_buffer_that_is_well():
                 buffer.update_priorities(buffer.sample(32), np.random.default_rng(1).random(32))
 
         assert advise(after(live, run)) == []
+
+
+# Queues
+
+
+def hold_for_ever(buffer, items, held):
+    held[0] = len(buffer.sample(items)["x"])
+    signal.pause()
+
+
+def test_a_look_sees_who_holds_what_of_a_queue_and_what_keeps_writers_waiting():
+    buffer, held = make(100, sampler=tr.Fifo()), shared_counters(1)
+    with look_at(buffer) as live:
+        now = live.snapshot()
+        assert (now.queue.used, now.queue.held_items, now.queue.oldest_age, now.queue.holders) == (0, 0, -1.0, ())
+        write(buffer, 60)
+        with Forked(hold_for_ever, buffer, 25, held) as other:
+            eventually(lambda: held[0] == 25)
+            buffer.sample(10)
+            stats, now = buffer.stats(), live.snapshot()
+            assert (now.drawable, now.queue.held_items) == (stats.drawable, stats.held_items) == (25, 35)
+            assert now.queue.oldest_age == pytest.approx(stats.oldest_age, abs=0.2)
+            holders = {holder.pid: (holder.items, holder.alive) for holder in now.queue.holders}
+            assert holders == {other.pid: (25, True), os.getpid(): (10, True)}
+            assert (now.queue.need, now.queue.needed_pid, live.fill(now)) == (Need.NONE, 0, 60)
+            write(buffer, 40)
+            now = live.snapshot()
+            assert (now.queue.need, now.queue.needed_pid, live.fill(now)) == (Need.HELD, other.pid, 100)
+            other.kill()
+            assert {holder.pid: holder.alive for holder in live.snapshot().queue.holders}[other.pid] is False
+        buffer.sample(1)  # which finds the death: the oldest is back, and this process has it
+        assert live.snapshot().queue.needed_pid == os.getpid()
+        buffer.commit()
+        now = live.snapshot()
+        assert (now.queue.need, now.queue.used) == (Need.NONE, 99)
+
+
+def test_a_look_sees_what_a_queue_has_dropped_and_the_age_of_the_oldest():
+    buffer = make(10, sampler=tr.Fifo(when_full="drop_oldest"))
+    with look_at(buffer) as live:
+        write(buffer, 10)
+        buffer.stats()  # a look, with which they came
+        write(buffer, 7)
+        stats, now = buffer.stats(), live.snapshot()
+        assert now.dropped_items == stats.dropped_items == 7
+        assert now.queue.oldest_age == pytest.approx(stats.oldest_age, abs=0.2)
+        assert live.fill(now) == 10
+        assert now.queue.need == Need.NONE
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_look_sees_a_learner_that_waits_for_items(prefetch):
+    buffer = make(100, sampler=tr.Fifo())
+
+    def learn():
+        for _ in tr.ReplayDataset(buffer, 8, prefetch=prefetch):
+            pass
+
+    with look_at(buffer) as live, buffer.expect_writers(), Forked(learn) as learner:
+        eventually(lambda: any(p.waiting and p.pid == learner.pid for p in live.snapshot().alive("learner")))
+        assert buffer._segment.queue_state(False)["waiting"] == 0  # of the writers

@@ -57,18 +57,21 @@ def _table(found: Sequence[Listed], nodes: bool) -> Table:
     for header in (*(("node",) if nodes else ()), "name", "inode", "process"):
         table.add_column(header, no_wrap=True)
     table.add_column("program", ratio=1, min_width=12, no_wrap=True, overflow="ellipsis")
-    for header in ("rows", "full", "rows/s", "batches/s", "writers", "learners", "age"):
+    queues = any(listed.to_draw >= 0 for listed in found)
+    of_queues = ("to draw", "held") if queues else ()
+    for header in ("rows", "full", "rows/s", "batches/s", "writers", "learners", *of_queues, "age"):
         table.add_column(header, justify="right", no_wrap=True)
     for listed in found:
         node = (listed.node[:8],) if nodes else ()
         name = Text(listed.name, style="bold cyan")
-        table.add_row(*node, name, f"#{listed.inode}", f"{listed.pid}", Text(listed.program), *_figures(listed))
+        table.add_row(*node, name, f"#{listed.inode}", f"{listed.pid}", Text(listed.program), *_figures(listed, queues))
     return table
 
 
-def _figures(listed: Listed) -> tuple[str, ...]:
+def _figures(listed: Listed, queues: bool) -> tuple[str, ...]:
     if listed.trouble:
-        return ("-",) * 7
+        return ("-",) * (9 if queues else 7)
+    waiting = (count_text(listed.to_draw), count_text(listed.held_items)) if listed.to_draw >= 0 else ("-", "-")
     return (
         f"{count_text(listed.rows)} / {count_text(listed.capacity)}",
         percent_text(listed.rows / listed.capacity),
@@ -76,5 +79,6 @@ def _figures(listed: Listed) -> tuple[str, ...]:
         count_text(listed.batches_per_second),
         f"{listed.writers}",
         f"{listed.learners}",
+        *(waiting if queues else ()),
         seconds_text(listed.age) + (", stopped" if listed.stopped else ""),
     )

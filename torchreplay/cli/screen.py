@@ -9,16 +9,18 @@ from __future__ import annotations
 import textwrap
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from rich.panel import Panel
 from rich.text import Text
 
+from torchreplay.buffer.jams import Need
 from torchreplay.cli.figures import bar_chart, count_text, meter, percent_text, seconds_text, spark
 from torchreplay.monitoring.advice import LATE, SILENT, WAITING, Advice, Findings, WeightsInUse
-from torchreplay.monitoring.snapshot import Participant
+from torchreplay.monitoring.snapshot import Participant, QueueFacts
 from torchreplay.monitoring.timeline import Timeline
-from torchreplay.schema.samplers import Prioritized
+from torchreplay.schema.samplers import Fifo, Prioritized, Sampler
+from torchreplay.segment.process_state import is_stopped
 from torchreplay.segment.reservation import size_text
 
 WIDEST = 120
@@ -44,8 +46,8 @@ CHART_HEIGHT, CHART_WIDTH, GAP = 4, 48, 4
 
 DIM, GOOD, WORSE, BAD, ACCENT = "grey58", "green", "bold yellow", "bold red", "cyan"
 
-COLUMNS = (("process", 10), ("rows/s", 8), ("in all", 9), ("last seen", 12), ("weights", 12))
-"""Of the participants: headings, and characters."""
+COLUMNS = (("process", 10), ("rows/s", 8), ("in all", 9), ("last seen", 12), ("holds", 8), ("weights", 12))
+"""Of the participants: headings, and characters. Only in queues does anybody hold items."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +97,9 @@ class Screen:
             [_head(findings, inner), self._figures(inner)],
             [_people(findings, inner), _advice(advice, inner)],
         )
-        charts = _charts(findings, inner)
-        lines = sum(len(part.plain.splitlines()) + 1 for part in (*above, charts, *below)) + 1
-        parts = [*above, charts, *below] if height is None or lines <= height else [*above, *below]
+        charts = [] if findings.now.queue is not None else [_charts(findings, inner)]  # its items are all alike
+        lines = sum(len(part.plain.splitlines()) + 1 for part in (*above, *charts, *below)) + 1
+        parts = [*above, *charts, *below] if height is None or lines <= height else [*above, *below]
         text = Text("\n\n", no_wrap=True, overflow="ellipsis").join(parts)
         title = Text.assemble((f" {findings.buffer.name} ", f"bold {ACCENT}"), ("torchreplay watch ", DIM))
         return Panel(text, title=title, title_align="left", border_style=DIM, padding=(0, 1), width=width)
@@ -139,8 +141,8 @@ def _head(findings: Findings, width: int) -> Text:
     pid, program = buffer.owner(now)
     rows, share = buffer.fill(now), buffer.fill(now) / buffer.capacity
     sampler = buffer.config.sampler
-    alpha = f"alpha={sampler.alpha:g}" if isinstance(sampler, Prioritized) else ""
-    drawn = f"{type(sampler).__name__}({alpha})"
+    drawn = f"{type(sampler).__name__}({_told_of(sampler)})"
+    in_use = "rows" if now.queue is None else "rows in use"
     made_of = [
         f"process {pid}",
         program,
@@ -148,7 +150,7 @@ def _head(findings: Findings, width: int) -> Text:
         f"{seconds_text(now.age)} old",
     ]
     if width < SLIM:
-        held = f"{rows:,} of {buffer.capacity:,} rows, {percent_text(share)}, {size_text(buffer.nbytes)}"
+        held = f"{rows:,} of {buffer.capacity:,} {in_use}, {percent_text(share)}, {size_text(buffer.nbytes)}"
         lines = [Text(meter(share, width), style=ACCENT)]
         lines += [Text(line, style="bold") for line in textwrap.wrap(held, width)]
         lines += [Text(line, style=DIM) for line in textwrap.wrap(", ".join(filter(None, made_of)), width)]
@@ -157,7 +159,7 @@ def _head(findings: Findings, width: int) -> Text:
         [
             Text.assemble(
                 (meter(share, 24), ACCENT),
-                (f"  {rows:,} of {buffer.capacity:,} rows", "bold"),
+                (f"  {rows:,} of {buffer.capacity:,} {in_use}", "bold"),
                 f"  {percent_text(share)}, {size_text(buffer.nbytes)}",
             ),
             Text.assemble(("  ".join(filter(None, made_of)), DIM), ("  stopped" if now.stopped else "", BAD)),
@@ -165,9 +167,23 @@ def _head(findings: Findings, width: int) -> Text:
     )
 
 
+def _told_of(sampler: Sampler) -> str:
+    """Returns what a sampler was given, as far as it matters here."""
+    if isinstance(sampler, Prioritized):
+        return f"alpha={sampler.alpha:g}"
+    if isinstance(sampler, Fifo):
+        given = {field.name: getattr(sampler, field.name) for field in fields(sampler)}
+        return ", ".join(f"{name}={value}" for name, value in given.items() if value != getattr(Fifo(), name))
+    return ""
+
+
 def _rows(findings: Findings) -> Iterator[Row]:
     yield from _rates(findings)
     now = findings.now
+    if now.queue is not None:
+        yield from _queue_rows(findings, now.queue)
+        yield from _waits(findings)
+        return
     target = "" if now.target_ratio is None else f"target {count_text(now.target_ratio)}"
     ratio = now.samples_per_insert
     yield Row("samples per insert", count_text(ratio) if now.inserted else "-", ratio, target)
@@ -180,6 +196,19 @@ def _rows(findings: Findings) -> Iterator[Row]:
     yield Row("late TD errors", percent_text(late), late, remark, BAD if late >= LATE else "bold")
 
 
+def _queue_rows(findings: Findings, queue: QueueFacts) -> Iterator[Row]:
+    now, timeline = findings.now, findings.timeline
+    age = f"the oldest came {seconds_text(queue.oldest_age)} ago" if queue.oldest_age >= 0 else ""
+    yield Row("items to draw", count_text(now.drawable), now.drawable, age)
+    held = len(queue.holders)
+    by = f"by {held} process{'' if held == 1 else 'es'}" if held else ""
+    yield Row("items held", count_text(queue.held_items), queue.held_items, by)
+    if findings.buffer.fifo is not None and findings.buffer.fifo.when_full == "drop_oldest":
+        share = timeline.share("dropped_items", "inserted")
+        remark = f"of those that came; {count_text(queue.dropped_items)} so far"
+        yield Row("dropped items", percent_text(share), share, remark, BAD if share >= LATE else "bold")
+
+
 def _rates(findings: Findings) -> Iterator[Row]:
     timeline, now = findings.timeline, findings.now
     items = timeline.change("sampled") / max(1.0, timeline.change("draws"))
@@ -188,12 +217,10 @@ def _rates(findings: Findings) -> Iterator[Row]:
         "sampled": f", {percent_text(again)} drawn again" if again >= 0.001 else "",
         "draws": f", of {items:.0f} items" if items else "",
     }
-    for label, counter in (
-        ("rows written", "head"),
-        ("items drawn", "sampled"),
-        ("batches drawn", "draws"),
-        ("TD errors", "feedback"),
-    ):
+    counters = {"rows written": "head", "items drawn": "sampled", "batches drawn": "draws"}
+    if now.queue is None:
+        counters["TD errors"] = "feedback"
+    for label, counter in counters.items():
         rate = timeline.rate(counter)
         so_far = f"{count_text(getattr(now, counter))} so far{remarks.get(counter, '')}"
         yield Row(label, f"{count_text(rate)}/s", timeline.rate(counter, 1.0), so_far)
@@ -201,13 +228,29 @@ def _rates(findings: Findings) -> Iterator[Row]:
 
 def _waits(findings: Findings) -> Iterator[Row]:
     timeline, now = findings.timeline, findings.now
-    writers = now.alive("writer")
-    waiting = sum(writer.waiting for writer in writers)
-    remark = f"of their time; {waiting} of {len(writers)} at this moment"
+    remark = f"of their time; {_waiting(now.alive('writer'))}"
     yield _wait("explorers wait", timeline, Timeline.insert_wait_share, remark)
-    quiet = min((p.since_draw for p in now.alive("learner") if p.since_draw >= 0), default=-1.0)
-    remark = "of their time" if quiet < 0 else f"of their time; last batch {seconds_text(quiet)} ago"
+    learners = now.alive("learner")
+    quiet = min((p.since_draw for p in learners if p.since_draw >= 0), default=-1.0)
+    remark = "of their time" if now.queue is None else f"of their time; {_waiting(learners)}"
+    remark += "" if quiet < 0 else f"; last batch {seconds_text(quiet)} ago"
     yield _wait("learners wait", timeline, Timeline.sample_wait_share, remark)
+
+
+def _waiting(people: list[Participant]) -> str:
+    return f"{sum(p.waiting for p in people)} of {len(people)} at this moment"
+
+
+def _awaited(queue: QueueFacts) -> str:
+    """Returns what writers wait for that have no room."""
+    who = f"process {queue.needed_pid}" if queue.needed_pid else "a process"
+    return {
+        Need.NONE: "waits for room",
+        Need.TO_DRAW: "waits for a draw",
+        Need.HELD: f"waits for room, which {who} holds",
+        Need.UNFINISHED: f"waits for room, which an episode of {who} has",
+        Need.UNWRITTEN: f"waits for room, which a row of {who} has",
+    }[queue.need]
 
 
 def _wait(label: str, timeline: Timeline, share_of: Callable[[Timeline, float], float], remark: str) -> Row:
@@ -255,20 +298,22 @@ def _people(findings: Findings, width: int) -> Text:
         return Text("nobody writes or draws", style=DIM)
     versions = {weights.pid: weights for weights in findings.weights}
     shown = sorted(people, key=lambda p: (p.role != "learner", -p.rows))[:PEOPLE]
-    columns = _columns(width)
+    columns = _columns(width, findings.now.queue is not None)
     heading = "who       " + "".join(f"{name:>{size}}" for name, size in columns) + ("  state" if columns else "")
     lines = [Text(heading, style=DIM)]
-    lines += [_person(p, findings.timeline, versions.get(p.pid), len(columns)) for p in shown]
+    lines += [_person(p, findings, versions.get(p.pid), columns) for p in shown]
     if len(people) > len(shown):
         lines.append(Text(f"and {len(people) - len(shown)} more", style=DIM))
     return _lines(lines)
 
 
-def _columns(width: int) -> tuple[tuple[str, int], ...]:
+def _columns(width: int, of_queue: bool) -> tuple[tuple[str, int], ...]:
     """Returns the columns of participants for which a line has room: whole ones, from the left."""
     taken = 10 + STATE
     columns = []
     for name, size in COLUMNS:
+        if name == "holds" and not of_queue:
+            continue
         taken += size
         if taken > width:
             break
@@ -276,22 +321,36 @@ def _columns(width: int) -> tuple[tuple[str, int], ...]:
     return tuple(columns)
 
 
-def _person(p: Participant, timeline: Timeline, weights: WeightsInUse | None, columns: int) -> Text:
+def _person(
+    p: Participant, findings: Findings, weights: WeightsInUse | None, columns: tuple[tuple[str, int], ...]
+) -> Text:
     version = "" if weights is None or weights.version < 0 else f"{weights.version}"
     if weights is not None and weights.behind:
         version += f" (-{weights.behind})"
-    rate = count_text(timeline.participant_rate(p.id))
-    cells = (f"{p.pid}", rate, count_text(p.rows), seconds_text(p.heartbeat), version)
-    text = "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells[:columns], COLUMNS[:columns], strict=True))
-    state, style = _state(p)
+    queue = findings.now.queue
+    held = queue.held_by(p.pid) if queue is not None and p.role == "learner" else 0
+    cells = {
+        "process": f"{p.pid}",
+        "rows/s": count_text(findings.timeline.participant_rate(p.id)),
+        "in all": count_text(p.rows),
+        "last seen": seconds_text(p.heartbeat),
+        "holds": count_text(held) if held else "",
+        "weights": version,
+    }
+    text = "".join(f"{cells[name]:>{width}}" for name, width in columns)
+    state, style = _state(p, findings)
     return Text.assemble(f"{p.role:<10}{text}  ", (state, style))
 
 
-def _state(p: Participant) -> tuple[str, str]:
+def _state(p: Participant, findings: Findings) -> tuple[str, str]:
     if not p.alive:
         return "died", BAD
+    if findings.buffer.sees_processes and is_stopped(p.pid):
+        return "stopped", BAD
+    if p.waiting and p.role == "learner":
+        return "waits for items", WORSE
     if p.waiting:
-        return "waits for the learner", WORSE
+        return "waits for the learner" if findings.now.queue is None else _awaited(findings.now.queue), WORSE
     if p.heartbeat < 0:
         return "starting", DIM
     return ("silent", WORSE) if p.heartbeat > SILENT else ("works", GOOD)
@@ -313,14 +372,19 @@ def plain_line(findings: Findings, advice: list[Advice]) -> str:
     buffer, timeline, now = findings.buffer, findings.timeline, findings.now
     target = "" if now.target_ratio is None else f" (target {now.target_ratio:g})"
     writers, learners = len(now.alive("writer")), len(now.alive("learner"))
+    queue = now.queue
     parts = [
         f"{buffer.name}: {buffer.fill(now):,}/{buffer.capacity:,} rows",
         f"{count_text(timeline.rate('head'))} rows/s",
         f"{count_text(timeline.rate('draws'))} batches/s",
-        f"samples/insert {now.samples_per_insert:.3g}{target}",
+        f"samples/insert {now.samples_per_insert:.3g}{target}"
+        if queue is None
+        else f"{now.drawable:,} items to draw, {queue.held_items:,} held, oldest {seconds_text(queue.oldest_age)}",
         f"explorers wait {percent_text(timeline.insert_wait_share())}",
         f"learners wait {percent_text(timeline.sample_wait_share())}",
-        f"late TD errors {percent_text(timeline.share('stale_updates', 'feedback'))}",
+        f"late TD errors {percent_text(timeline.share('stale_updates', 'feedback'))}"
+        if queue is None
+        else f"{queue.dropped_items:,} dropped",
         f"{writers} writer{'' if writers == 1 else 's'}, {learners} learner{'' if learners == 1 else 's'}",
     ]
     return " | ".join([", ".join(parts), *(one.text for one in advice if one.severity == "warning")])

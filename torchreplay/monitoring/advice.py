@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from torchreplay.monitoring.discovery import state_of
+from torchreplay.buffer.jams import Need
 from torchreplay.monitoring.slots import SlotSample
 from torchreplay.monitoring.snapshot import LiveBuffer, Participant, Snapshot
 from torchreplay.monitoring.timeline import Timeline
 from torchreplay.schema.limiters import SamplesPerInsert
 from torchreplay.schema.samplers import Prioritized
+from torchreplay.segment.process_state import is_stopped, state_of
 
 OVER: Final = 10.0
 """Seconds over which rates are judged."""
@@ -123,7 +124,7 @@ def _stopped(findings: Findings) -> Iterator[Advice]:
 def _held_lock(findings: Findings) -> Iterator[Advice]:
     holder = findings.now.holder_pid
     held = holder and all(snapshot.holder_pid == holder for snapshot in findings.timeline.snapshots[-3:])
-    if held and findings.buffer.sees_processes and state_of(holder) in ("T", "t"):
+    if held and findings.buffer.sees_processes and is_stopped(holder):
         yield Advice(
             "lock",
             f"Process {holder} holds the buffer's lock and is stopped: nobody can draw. "
@@ -160,11 +161,26 @@ def _silent(findings: Findings) -> Iterator[Advice]:
         for p in now.participants:
             if not (p.alive and p.role == role):
                 continue
-            state = state_of(p.pid) if findings.buffer.sees_processes else ""
-            if state in ("T", "t"):
-                yield Advice("silent", f"Process {p.pid}, a {role}, is stopped: continue it with `kill -CONT {p.pid}`.")
+            if findings.buffer.sees_processes and is_stopped(p.pid):
+                keeps = _kept_by(now, p)
+                yield Advice(
+                    "silent", f"Process {p.pid}, a {role}, is stopped{keeps}: continue it with `kill -CONT {p.pid}`."
+                )
             elif working and p.heartbeat > SILENT and not p.waiting:
                 yield Advice("silent", _silence(p, idle))
+
+
+def _kept_by(now: Snapshot, p: Participant) -> str:
+    """Returns what others miss of a queue while a process is stopped."""
+    queue = now.queue
+    if queue is None:
+        return ""
+    if p.role == "learner" and (items := queue.held_by(p.pid)):
+        room = ", and writers have no room until they are done" if queue.needed_pid == p.pid else ""
+        return f" and holds {items:,} items, which nobody else gets{room}"
+    if p.role == "writer" and queue.needed_pid == p.pid and queue.need in (Need.UNFINISHED, Need.UNWRITTEN):
+        return ", and its unfinished episode leaves the other writers no room"
+    return ""
 
 
 def _silence(p: Participant, idle: str) -> str:
@@ -180,12 +196,16 @@ def _nobody(findings: Findings) -> Iterator[Advice]:
         yield Advice("learner", "Nobody draws what is written: no learner is there.", "note")
     if not now.alive("writer") and now.alive("learner") and timeline.change("draws", OVER) > 0:
         yield Advice("writer", "No writer is there: learners draw the rows that are left.", "note")
+    if now.queue is not None and not now.alive("writer") and now.alive("learner") and not now.drawable:
+        yield Advice("writer", "No writer is there, and nothing is left to draw.", "note")
 
 
 def _starving(findings: Findings) -> Iterator[Advice]:
     now, share = findings.now, findings.timeline.sample_wait_share(OVER)
     if findings.timeline.span < OVER / 3 or share < WAITING:
         return
+    if now.queue is not None and findings.timeline.insert_wait_share(OVER) >= WAITING:
+        return  # both sides wait: more explorers would wait, too
     limiter = now.limiter
     if now.inserted < limiter.min_size:
         text = f"Learners wait for the first {limiter.min_size:,} items: {now.inserted:,} are there."
@@ -196,6 +216,12 @@ def _starving(findings: Findings) -> Iterator[Advice]:
             f"Learners wait {_percent(share)} of their time for rows: add explorers, or let each item be drawn "
             f"more often (SamplesPerInsert has a ratio of {limiter.ratio:g}).",
         )
+    elif now.queue is not None:
+        batches = f", and {now.drawable:,} are there" if now.drawable else ""
+        yield Advice(
+            "starving",
+            f"Learners wait {_percent(share)} of their time for items{batches}: add explorers, or make them faster.",
+        )
     else:
         yield Advice("starving", f"Learners wait {_percent(share)} of their time for rows: add explorers.")
 
@@ -203,6 +229,8 @@ def _starving(findings: Findings) -> Iterator[Advice]:
 def _held_back(findings: Findings) -> Iterator[Advice]:
     share = findings.timeline.insert_wait_share(OVER)
     if findings.timeline.span < OVER / 3 or share < WAITING:
+        return
+    if _waits_for_stopped(findings):
         return
     limiter = findings.now.limiter
     if isinstance(limiter, SamplesPerInsert):
@@ -213,11 +241,51 @@ def _held_back(findings: Findings) -> Iterator[Advice]:
             f"batches or a faster learner.",
             "note",
         )
+    elif findings.now.queue is not None:
+        if findings.buffer.fill(findings.now) < findings.buffer.capacity / 2:
+            return  # what they waited for has come
+        yield Advice("held back", f"Explorers wait {_percent(share)} of their time for room: {_full(findings)}")
     else:
         yield Advice(
             "held back",
             f"Explorers wait {_percent(share)} of their time, because the learner falls behind: give it a core of its "
             f"own, or run fewer explorers.",
+        )
+
+
+def _waits_for_stopped(findings: Findings) -> bool:
+    """Returns whether a queue has no room because of a stopped process, which is said already."""
+    queue = findings.now.queue
+    return queue is not None and findings.buffer.sees_processes and bool(queue.need) and is_stopped(queue.needed_pid)
+
+
+def _full(findings: Findings) -> str:
+    """Returns why a queue has no room, and what to do."""
+    now, fifo = findings.now, findings.buffer.fifo
+    assert now.queue is not None
+    need, pid, held = now.queue.need, now.queue.needed_pid, now.queue.held_items
+    who = f"process {pid}" if pid else "a process"
+    if need == Need.HELD and held >= now.drawable:
+        todo = "Call commit() more often" if fifo and fifo.commit == "manual" else "See whether it hangs"
+        return f"{who} holds the oldest of {held:,} items. {todo}, or enlarge the queue."
+    if need in (Need.UNFINISHED, Need.UNWRITTEN):
+        return f"an unfinished episode of {who} has the oldest row. See whether it hangs, or enlarge the queue."
+    return (
+        f"the learner is too slow, and {now.drawable:,} items wait to be drawn. Add learners, give each a core of its "
+        f"own, or run fewer explorers."
+    )
+
+
+def _dropped(findings: Findings) -> Iterator[Advice]:
+    timeline = findings.timeline
+    if findings.now.queue is None or timeline.change("inserted", OVER) < ENOUGH:
+        return
+    share = timeline.share("dropped_items", "inserted", OVER)
+    if share >= LATE:
+        yield Advice(
+            "dropped",
+            f"{_percent(share)} of the items are dropped before they are drawn: draw faster, enlarge the queue, or let "
+            f"writers wait (Fifo(when_full='wait')).",
         )
 
 
@@ -254,7 +322,12 @@ def _no_feedback(findings: Findings) -> Iterator[Advice]:
 def _undrawn(findings: Findings) -> Iterator[Advice]:
     timeline, buffer = findings.timeline, findings.buffer
     full = buffer.fill(findings.now) >= 0.99 * buffer.capacity
-    if not full or timeline.change("inserted", OVER) < ENOUGH or not timeline.change("draws", OVER):
+    if (
+        findings.now.queue is not None
+        or not full
+        or timeline.change("inserted", OVER) < ENOUGH
+        or not timeline.change("draws", OVER)
+    ):
         return
     share = timeline.share("evicted_unsampled", "inserted", OVER)
     if share >= UNSEEN:
@@ -306,6 +379,7 @@ RULES: Final[tuple[Callable[[Findings], Iterator[Advice]], ...]] = (
     _held_lock,
     _departed,
     _silent,
+    _dropped,
     _late_feedback,
     _no_feedback,
     _undrawn,

@@ -163,12 +163,3 @@ def program_of(pid: int) -> str:
 def _short(argument: str) -> str:
     argument = argument.split("\n", 1)[0].strip()  # of `python -c`
     return Path(argument).name if argument.startswith("/") else argument
-
-
-def state_of(pid: int) -> str:
-    """Returns the state of a process by /proc, such as "R", "S" or "T" (stopped); "" when it has ended."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-    return "" if state in ("Z", "X") else state  # it has ended, and its parent has not asked how

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torchreplay import _C
+from torchreplay.buffer.jams import Need
 from torchreplay.monitoring.discovery import SharedFile, program_of, shared_files
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import Limiter, SamplesPerInsert, from_native
+from torchreplay.schema.samplers import Fifo
 from torchreplay.segment.closeable import Closeable
 
 Role = Literal["owner", "writer", "learner", "supervisor", "other"]
@@ -23,7 +25,7 @@ class Participant:
         id: The number of the place.
         role: What for. The owner made the buffer, or opened its file.
         alive: Whether its process lives; False: it died, and nobody has noticed yet.
-        waiting: Whether it waits for the limiter.
+        waiting: Whether it waits for the limiter, or for room in a queue; of a learner: for items.
         pid: Its process.
         rows: Rows written; of a learner: items that it got.
         since_write: Seconds since it wrote; -1: never.
@@ -43,6 +45,55 @@ class Participant:
     def heartbeat(self) -> float:
         """Seconds since it was seen to work; -1: never."""
         return self.since_draw if self.role == "learner" else self.since_write
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A process that holds items of a queue.
+
+    Attributes:
+        pid: The process.
+        items: How many it holds.
+        alive: Whether it lives; False: it died, and its items go back at the next draw.
+    """
+
+    pid: int
+    items: int
+    alive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class QueueFacts:
+    """What a queue is at one moment.
+
+    Attributes:
+        used: Rows from the oldest that is needed to the newest: as many as fit leave writers no room.
+        held_items: Items that somebody holds.
+        dropped_items: Items that were overwritten while they were still to be drawn.
+        oldest_age: Seconds since the oldest item came that can be drawn; -1 if there is none.
+        need: Why writers have no room; NONE where they have.
+        needed_pid: Whose doing that is; 0 where it is nobody's, or not known.
+        holders: Who holds items.
+    """
+
+    used: int
+    held_items: int
+    dropped_items: int
+    oldest_age: float
+    need: Need
+    needed_pid: int
+    holders: tuple[Holder, ...]
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> QueueFacts:
+        """Returns what the native reader has found."""
+        facts["need"] = Need(facts["need"])
+        facts["holders"] = tuple(Holder(*parts) for parts in facts["holders"])
+        return cls(**facts)
+
+    def held_by(self, pid: int) -> int:
+        """Returns how many items a process holds."""
+        return sum(holder.items for holder in self.holders if holder.pid == pid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +125,7 @@ class Snapshot:
         since_departed_write: Seconds since a writer that has left wrote last; -1: none did.
         limiter: Who must wait.
         participants: Who takes part.
+        queue: Of a queue, what is known beside; None of others.
     """
 
     time: float
@@ -100,13 +152,14 @@ class Snapshot:
     since_departed_write: float
     limiter: Limiter
     participants: tuple[Participant, ...]
+    queue: QueueFacts | None
 
     @classmethod
-    def of(cls, facts: dict[str, Any]) -> Snapshot:
+    def of(cls, facts: dict[str, Any], queue: QueueFacts | None) -> Snapshot:
         """Returns what the native reader has found."""
         facts["limiter"] = from_native(*facts["limiter"])
         facts["participants"] = tuple(Participant(*parts) for parts in facts["participants"])
-        return cls(**facts)
+        return cls(**facts, queue=queue)
 
     def alive(self, role: Role) -> list[Participant]:
         """Returns those of a role that live."""
@@ -121,6 +174,11 @@ class Snapshot:
     def feedback(self) -> int:
         """TD errors that were fed back, applied or not."""
         return self.updated + self.stale_updates + self.unready_updates
+
+    @property
+    def dropped_items(self) -> int:
+        """Items of a queue that were overwritten while they were still to be drawn."""
+        return 0 if self.queue is None else self.queue.dropped_items
 
     @property
     def samples_per_insert(self) -> float:
@@ -189,10 +247,21 @@ class LiveBuffer(Closeable):
 
     def snapshot(self) -> Snapshot:
         """Returns what it has counted. Takes microseconds, and one system call for each participant."""
-        return Snapshot.of(self._reader.facts())
+        found = None if self.fifo is None else self._reader.queue()
+        return Snapshot.of(self._reader.facts(), None if found is None else QueueFacts.of(found))
+
+    @property
+    def fifo(self) -> Fifo | None:
+        """What a queue does; None for other buffers."""
+        return self.config.sampler if isinstance(self.config.sampler, Fifo) else None
 
     def fill(self, now: Snapshot) -> int:
-        """Returns the rows held, with those that no learner has looked at yet."""
+        """Returns the rows held, with those that no learner has looked at yet; of a queue those that are still needed.
+
+        A queue that drops the oldest needs none, and is as any other buffer.
+        """
+        if now.queue is not None and self.fifo is not None and self.fifo.when_full == "wait":
+            return now.queue.used
         return min(self.capacity, now.rows + now.unseen)
 
     def copy_slots(self, first: int, n: int) -> tuple[bytes, bytes]:

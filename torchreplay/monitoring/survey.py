@@ -27,13 +27,17 @@ class Listed:
         path: Its file; "" where it lies in memory.
         pid: The process that made it, or one that has it open.
         program: That one's.
-        rows: Rows held.
+        rows: Rows held; of a queue those that are still needed.
         capacity: Rows that fit.
         nbytes: Of its memory, or its file.
         rows_per_second: Rows written of late.
         batches_per_second: Batches drawn of late.
         writers: Those alive.
         learners: Those alive.
+        to_draw: Items of a queue that wait to be drawn; -1: it is no queue.
+        held_items: Items of a queue that somebody holds.
+        dropped_items: Items of a queue that were overwritten while they were still to be drawn.
+        oldest_age: Seconds since the oldest item of a queue came that can be drawn; -1 if there is none.
         age: Seconds since it was made.
         stopped: Whether it was stopped.
         trouble: Why nothing else is known of it; "" where all is.
@@ -53,6 +57,10 @@ class Listed:
     batches_per_second: float = 0.0
     writers: int = 0
     learners: int = 0
+    to_draw: int = -1
+    held_items: int = 0
+    dropped_items: int = 0
+    oldest_age: float = -1.0
     age: float = 0.0
     stopped: bool = False
     trouble: str = ""
@@ -100,6 +108,7 @@ def _listed(looks: list[tuple[LiveBuffer, Timeline]], node: str) -> Iterator[Lis
     for buffer, timeline in looks:
         now = timeline.now
         pid, program = buffer.owner(now)
+        queue = now.queue
         yield Listed(
             name=buffer.name,
             inode=buffer.file.inode,
@@ -114,6 +123,10 @@ def _listed(looks: list[tuple[LiveBuffer, Timeline]], node: str) -> Iterator[Lis
             batches_per_second=timeline.rate("draws"),
             writers=len(now.alive("writer")),
             learners=len(now.alive("learner")),
+            to_draw=-1 if queue is None else now.drawable,
+            held_items=0 if queue is None else queue.held_items,
+            dropped_items=now.dropped_items,
+            oldest_age=-1.0 if queue is None else queue.oldest_age,
             age=now.age,
             stopped=now.stopped,
             node=node,
