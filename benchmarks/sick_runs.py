@@ -118,6 +118,7 @@ def learn(
     *,
     compute: float = 0.02,
     late: float = 0.0,
+    feeds_back: bool = True,
     at: tuple[float, Callable[[], None]] | None = None,
 ) -> Trace:
     """Draws, pretends to compute, and feeds back; returns the figures that a monitor logs.
@@ -127,6 +128,7 @@ def learn(
         seconds: How long.
         compute: Seconds for a batch.
         late: Seconds that a batch waits between its draw and its feedback, as with a far too long prefetch.
+        feeds_back: Whether it has TD errors at all.
         at: After so many seconds, something to do once.
     """
     rng, scalars, trace = np.random.default_rng(1), Scalars(), Trace()
@@ -138,7 +140,8 @@ def learn(
         time.sleep(compute)
         while waiting and waiting[0][0] <= now - late:
             _, batch = waiting.popleft()
-            buffer.update_priorities(batch, torch.from_numpy(rng.lognormal(0.0, 1.0, BATCH)))
+            if feeds_back:
+                buffer.update_priorities(batch, torch.from_numpy(rng.lognormal(0.0, 1.0, BATCH)))
         if now - looked >= LOOK_EVERY:
             looked = now
             trace.note(now, scalars.take(buffer)[1])
@@ -178,6 +181,21 @@ def belated(late: float, seconds: float) -> Trace:
     stale, applied = (np.diff(trace.values[name]) for name in ("stale_updates", "updated"))
     trace.values["late_share"] = (stale / np.maximum(stale + applied, 1)).tolist()
     return trace
+
+
+# Queues
+
+
+def queued(compute: float, capacity: int, dies: bool, seconds: float) -> Trace:
+    """Three explorers of a queue, of which one may die after a third of the time. `compute`: seconds for a batch."""
+    with (
+        tr.ReplayBuffer(ROW, capacity, sampler=tr.Fifo(), seed=0) as buffer,
+        explorers(buffer, 3, 500.0) as pids,
+    ):
+        kill = (seconds / 3, lambda: os.kill(pids[0], signal.SIGKILL))
+        trace = learn(buffer, seconds, compute=compute, feeds_back=False, at=kill if dies else None)
+        buffer.commit()
+        return trace
 
 
 # Wrong `terminated`
@@ -331,6 +349,48 @@ def stale_priorities(directory: Path, seconds: float) -> None:
     )
 
 
+def slow_learner(directory: Path, seconds: float) -> None:
+    healthy, sick = queued(0.1, 4_000, False, seconds), queued(0.4, 4_000, False, seconds)
+    wrong = "0.4 s a batch"
+    picture(
+        directory / "metrics_slow_learner.png",
+        "Slow learner: the queue is full, explorers wait, and items get old",
+        [
+            lambda axes: curves(
+                axes,
+                healthy,
+                sick,
+                "insert_wait_share",
+                "replay/insert_wait_share",
+                ("seconds", "share of their time", wrong),
+            ),
+            lambda axes: curves(
+                axes, healthy, sick, "oldest_age", "replay/oldest_age", ("seconds", "seconds since it came", wrong)
+            ),
+        ],
+    )
+
+
+def drained_queue(directory: Path, seconds: float) -> None:
+    healthy, sick = queued(0.2, 1_500, False, seconds), queued(0.2, 1_500, True, seconds)
+    wrong = f"one is killed after {seconds / 3:.0f} s"
+    picture(
+        directory / "metrics_drained_queue.png",
+        "Dead explorer of a queue: what is there runs out, then the learner slows down",
+        [
+            lambda axes: curves(axes, healthy, sick, "drawable", "replay/drawable", ("seconds", "items", wrong)),
+            lambda axes: curves(
+                axes,
+                healthy,
+                sick,
+                "sampled_per_second",
+                "replay/sampled_per_second",
+                ("seconds", "items a second", wrong),
+            ),
+        ],
+    )
+
+
 def wrong_terminated(directory: Path, seconds: float) -> None:
     batches = int(130 * seconds)
     (healthy, right), (sick, wrong) = valued(False, batches), valued(True, batches)
@@ -360,6 +420,8 @@ RUNS = {
     "starving_learner": starving_learner,
     "dead_explorer": dead_explorer,
     "stale_priorities": stale_priorities,
+    "slow_learner": slow_learner,
+    "drained_queue": drained_queue,
     "wrong_terminated": wrong_terminated,
 }
 

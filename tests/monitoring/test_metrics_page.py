@@ -18,7 +18,7 @@ def test_every_figure_has_a_line_and_no_other_has():
 
 def test_every_picture_is_there():
     pictures = re.findall(r"\]\((metrics_\w+\.png)\)", PAGE)
-    assert len(pictures) == 5
+    assert len(pictures) == 7
     for picture in pictures:
         assert (ROOT / "docs" / picture).is_file(), picture
 
@@ -58,3 +58,18 @@ def test_a_cut_written_as_an_end_keeps_values_low_and_priorities_high(sick_runs)
 def test_explorers_that_fall_short_are_seen(sick_runs, run, arguments, figure, worse):
     healthy, sick = (getattr(sick_runs, run)(argument, 3.0).values[figure][-1] for argument in arguments)
     assert worse * sick > worse * healthy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("healthy", "sick", "figure", "worse"),
+    [
+        ((0.1, 4_000, False), (0.4, 1_000, False), "insert_wait_share", 1),
+        ((0.1, 4_000, False), (0.4, 4_000, False), "oldest_age", 1),
+        ((0.2, 1_500, False), (0.2, 1_500, True), "drawable", -1),
+    ],
+    ids=["slow learner, waits", "slow learner, ages", "dead explorer"],
+)
+def test_sick_queues_are_seen(sick_runs, healthy, sick, figure, worse):
+    well, ill = (sick_runs.queued(*arguments, 5.0).values[figure][-1] for arguments in (healthy, sick))
+    assert worse * ill > worse * well
