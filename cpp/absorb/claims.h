@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -132,6 +133,37 @@ class Claims {
     }
   }
 
+  // How often each item was done, of those that the process holds; of the others -1.
+  std::vector<int64_t> draws_of(const std::vector<int64_t>& keys, uint32_t presence) const {
+    std::vector<int64_t> draws;
+    for (const int64_t key : keys) {
+      const Claim claim = of(memory_.slot_of(static_cast<uint64_t>(key)));
+      const bool held = is_there(key) && claim.holder() == presence && claim.draws() < Claim::kMostDraws;
+      draws.push_back(held ? static_cast<int64_t>(claim.draws()) : -1);
+    }
+    return draws;
+  }
+
+  // Each item that was done so often is done once more, whoever has it. So it is the same to do that twice. The process
+  // of that presence takes what nobody has: what it does not come to end goes back. Returns how many these are.
+  uint64_t end_draws(const std::vector<int64_t>& keys, const std::vector<int64_t>& draws, uint32_t presence) {
+    std::map<uint32_t, std::vector<int64_t>> held;  // by their holders
+    std::vector<int64_t> free;
+    for (size_t i = 0; i < keys.size(); i++) {
+      if (!is_there(keys[i])) continue;
+      const Claim claim = of(memory_.slot_of(static_cast<uint64_t>(keys[i])));
+      if (static_cast<int64_t>(claim.draws()) != draws[i]) continue;
+      if (claim.holder())
+        held[claim.holder()].push_back(keys[i]);
+      else if (is_free(keys[i]))
+        free.push_back(keys[i]);
+    }
+    take_keys(free, presence);
+    uint64_t n = commit(free, presence);
+    for (const auto& [holder, theirs] : held) n += commit(theirs, holder);
+    return n;
+  }
+
   // The clock of arrivals.
   static uint32_t millis() { return static_cast<uint32_t>(machine_ns(CLOCK_MONOTONIC_COARSE) / 1'000'000); }
 
@@ -172,6 +204,23 @@ class Claims {
 
   bool may_come_again(uint64_t slot, uint64_t draws) const {
     return draws < header_.sampler.max_draws && !is_discarded(memory_, slot);
+  }
+
+  bool is_there(int64_t key) const {
+    return key >= 0 && memory_.at(memory_.slot_of(static_cast<uint64_t>(key))) == static_cast<uint64_t>(key) + 1;
+  }
+
+  // Whether the item there can be drawn.
+  bool is_free(int64_t key) const {
+    return tree_.leaf(static_cast<int64_t>(memory_.slot_of(static_cast<uint64_t>(key)))) > 0;
+  }
+
+  void take_keys(const std::vector<int64_t>& keys, uint32_t presence) {
+    std::vector<int64_t> slots;
+    for (const int64_t key : keys) slots.push_back(static_cast<int64_t>(memory_.slot_of(static_cast<uint64_t>(key))));
+    std::ranges::sort(slots);
+    slots.erase(std::ranges::unique(slots).begin(), slots.end());
+    take(slots.data(), static_cast<int>(slots.size()), presence);
   }
 
   // The leaf first: after a death between the two the item still is its holder's.

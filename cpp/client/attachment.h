@@ -133,6 +133,21 @@ class Attachment {
     return end_holding([&](Claims& claims) { return claims.release(keys, memory_->presence()); });
   }
 
+  // How often each item was done, of those that this process holds; of the others -1.
+  std::vector<int64_t> draws_of_held(const std::vector<int64_t>& keys) {
+    std::vector<int64_t> draws;
+    end_holding([&](Claims& claims) {
+      draws = claims.draws_of(keys, memory_->presence());
+      return uint64_t{0};
+    });
+    return draws;
+  }
+
+  // Each item that was done so often is done once more, whoever has it. Returns how many these are.
+  uint64_t end_draws(const std::vector<int64_t>& keys, const std::vector<int64_t>& draws) {
+    return end_holding([&](Claims& claims) { return claims.end_draws(keys, draws, memory_->presence()); });
+  }
+
   // These are, and what this process could not give back before. Throws LockTimeout.
   void release_all(const std::vector<int64_t>& keys, const Patience& patience) {
     end_holding(

@@ -246,6 +246,14 @@ class Learner {
   // The index of the first that is not one of them.
   std::optional<size_t> first_not_held(const std::vector<int64_t>& keys) { return holdings_.first_missing(keys); }
 
+  // How often each of these items was done, of those that this process holds; of the others -1.
+  std::vector<int64_t> draws_of_held(const std::vector<int64_t>& keys) { return require_open()->draws_of_held(keys); }
+
+  // Each item that was done so often is done once more, whoever has it. Returns how many these are.
+  uint64_t end_draws(const std::vector<int64_t>& keys, const std::vector<int64_t>& draws) {
+    return require_open()->end_draws(keys, draws);
+  }
+
   // These are done, or are in their places again. Returns how many still were this process's.
   uint64_t commit(const std::vector<int64_t>& keys) {
     return end(keys, [&](Attachment& a) { return a.commit(keys); });

@@ -35,6 +35,36 @@ inline PyObject* release(PyObject* self, PyObject* keys) {
   });
 }
 
+// held_draws() -> (keys, draws): the items that were handed out here and are not done, and how often each was before.
+inline PyObject* held_draws(PyObject* self, PyObject*) {
+  return method<SegmentObject>(self, [&](SegmentObject& s) {
+    s.attached();
+    const std::vector<int64_t> keys = s.learner->held_keys(), draws = s.learner->draws_of_held(keys);
+    const int64_t n = std::ranges::count_if(draws, [](int64_t d) { return d >= 0; });
+    KeyTensor held(n), done(n);
+    for (size_t i = 0, k = 0; i < keys.size(); i++) {
+      if (draws[i] < 0) continue;
+      held.keys[k] = keys[i];
+      done.keys[k++] = draws[i];
+    }
+    const Ref first(held.release(1, &n)), second(done.release(1, &n));
+    return checked(PyTuple_Pack(2, first.get(), second.get()));
+  });
+}
+
+// end_draws(keys, draws) -> how many items, of those that were done so often, are done once more.
+inline PyObject* end_draws(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
+  return method<SegmentObject>(self, [&](SegmentObject& s) {
+    expect_args("end_draws", nargs, 2);
+    s.attached();
+    std::vector<int64_t> keys, draws;
+    read_keys(args[0], keys);
+    read_keys(args[1], draws);
+    if (keys.size() != draws.size()) throw std::invalid_argument("there are not as many draws as keys");
+    return s.learner->end_draws(keys, draws);
+  });
+}
+
 // end_loop(loop): what that one got last is done.
 inline PyObject* end_loop(PyObject* self, PyObject* loop) {
   return method<SegmentObject>(self, [&](SegmentObject& s) {

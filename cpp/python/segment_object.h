@@ -195,6 +195,8 @@ inline PyMethodDef methods[] = {
     {"give_back", give_back, METH_O, nullptr},
     {"commit", commit, METH_O, nullptr},
     {"release", release, METH_O, nullptr},
+    {"held_draws", held_draws, METH_NOARGS, nullptr},
+    {"end_draws", fast(end_draws), METH_FASTCALL, nullptr},
     {"new_loop", plain_method<SegmentObject, [](SegmentObject& s) { return s.learner->new_loop(); }>, METH_NOARGS,
      nullptr},
     {"end_loop", end_loop, METH_O, nullptr},

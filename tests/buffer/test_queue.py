@@ -482,6 +482,55 @@ def test_a_queue_in_a_file_goes_on_with_what_was_not_committed(tmp_path):
         assert values(buffer.sample(15)) == list(range(10, 25))
 
 
+def test_a_state_of_what_was_held_ends_it_once_wherever_the_queue_is(tmp_path):
+    with queue(items=30, commit="manual", max_draws=2) as buffer:
+        dataset = tr.ReplayDataset(buffer, 5, prefetch=0)
+        batches = iter(dataset)
+        next(batches), next(batches)
+        state = dataset.state_dict()
+        buffer.save(tmp_path / "saved")
+        next(batches)
+        loaded = tr.ReplayBuffer.load(tmp_path / "saved")
+        for held in (buffer, loaded):
+            for _ in range(2):
+                tr.ReplayDataset(held, 5).load_state_dict(state)
+                assert (held.stats().held_items, held.num_items) == (0, 30)
+            assert values(held.sample(10)) == list(range(10))
+            assert held.commit() == 10  # for the second time
+            tr.ReplayDataset(held, 5).load_state_dict(state)
+            assert values(held.sample(20)) == list(range(10, 30))
+
+
+def test_a_state_of_another_queue_ends_nothing_and_says_so(caplog):
+    with queue(items=30) as buffer, queue(items=30) as other, queue() as empty:
+        dataset = tr.ReplayDataset(buffer, 5)
+        next(iter(dataset))
+        buffer.sample(5)
+        state = dataset.state_dict()
+        tr.ReplayDataset(empty, 5).load_state_dict(state)
+        assert not caplog.text
+        tr.ReplayDataset(other, 5).load_state_dict(state)
+        assert "5 items of a queue are done" in caplog.text
+        assert values(other.sample(5)) == list(range(5))
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        7,
+        {"queue": 1, "key": torch.arange(3)},
+        {"queue": 1, "key": torch.arange(3), "draws": torch.arange(2)},
+        {"queue": 1, "key": torch.arange(3.0), "draws": torch.arange(3)},
+        {"queue": "x", "key": torch.arange(3), "draws": torch.arange(3)},
+    ],
+)
+def test_a_bad_state_is_refused(held):
+    with queue(items=30) as buffer:
+        state = tr.ReplayDataset(buffer, 5).state_dict() | {"held": held}
+        with pytest.raises(ValueError, match=r"held|queue"):
+            tr.ReplayDataset(buffer, 5).load_state_dict(state)
+
+
 def test_a_large_queue_turns_many_times_and_stays_exact():
     rng = np.random.default_rng(0)
     with queue(1000) as buffer:

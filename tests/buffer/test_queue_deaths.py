@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from forked import Forked, eventually, shared_counters
 
 import torchreplay as tr
@@ -99,6 +100,55 @@ def test_random_deaths_lose_and_double_nothing(seed, prefetch):
 def test_a_thousand_deaths_lose_and_double_nothing(prefetch):
     for seed in range(100, 140):
         many_deaths(seed, prefetch, deaths=25)
+
+
+# A loop of one's own that saves its model
+
+
+def train(queue, file, batches, prefetch, at=None, final=None):
+    """Learns from all that is there, and saves after every third batch; dies at one of its steps, if that is given."""
+    steps = 0
+
+    def step():
+        nonlocal steps
+        steps += 1
+        if steps == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    dataset, seen = tr.ReplayDataset(queue, 4, batches, prefetch), []
+    if file.exists():
+        saved = torch.load(file)
+        seen = saved["seen"]
+        dataset.load_state_dict(saved["dataset"])
+    for batch in dataset:
+        step()
+        seen += batch["x"].tolist()
+        if len(seen) % 3 == 0:
+            torch.save({"seen": seen, "dataset": dataset.state_dict()}, f"{file}.new")
+            step()
+            os.replace(f"{file}.new", file)
+            step()
+            queue.commit()
+            step()
+    for place, item in enumerate(seen if final else []):
+        final[place] = item
+
+
+@pytest.mark.parametrize(("max_draws", "prefetch"), [(1, 0), (1, 2), (2, 0)])
+def test_a_loop_killed_at_any_step_of_a_save_goes_on_with_what_the_saved_model_had_not_seen(
+    tmp_path, max_draws, prefetch
+):
+    for at in range(1, 16):
+        file, final = tmp_path / f"{at}.pt", shared_counters(60 * max_draws)
+        with tr.ReplayBuffer(SPEC, 64, sampler=tr.Fifo(max_draws=max_draws, commit="manual")) as queue:
+            queue.extend(x=np.arange(60))
+            given = queue, file, 15 * max_draws, prefetch
+            with Forked(train, *given, at) as learner:
+                assert learner.wait() == -signal.SIGKILL
+            with Forked(train, *given, None, final) as learner:
+                assert learner.wait() == 0
+        groups = [range(first, first + 12) for first in range(0, 60, 12)]  # as they are committed
+        assert final.tolist() == [item for group in groups for item in [*group] * max_draws]
 
 
 def many_deaths(seed, prefetch, deaths):

@@ -564,11 +564,20 @@ class Queue(Scene):
         while self.episodes.num_items:
             self.episodes.sample(self.DRAWN, at_least=1)
 
+    def go_back(self):
+        """As a learner does whose saved state says what it has learnt from."""
+        segment = self.buffer._segment
+        held = segment.held_draws()
+        self.buffer.release()
+        segment.end_draws(*held)
+
     def work(self):
         for _ in range(8):
             self.write(6)
             self.take()
             self.learn_episode()
+        self.go_back()
+        self.take()
         self.buffer.release()
         self.episodes.commit()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
@@ -138,6 +138,24 @@ class BatchSource(ABC):
 
     def give_back(self, keys: torch.Tensor) -> None:  # noqa: B027  # nothing to do where draws are with replacement
         """Says that nobody got the items of `keys`, as far as the epoch under way has drawn them."""
+
+    def held(self) -> dict[str, Any] | None:
+        """Returns what names the items of a queue that this process was handed and is not done with; None: it is none.
+
+        Returns:
+            `queue`, its identity; `key` int64 `[n]`; `draws` int64 `[n]`, how often each was done before.
+        """
+        return None
+
+    def end_held(self, held: Iterable[dict[str, Any]]) -> None:  # noqa: B027  # shards are no queue
+        """Says that a learner is done with all that `held` has returned, in any process, as far as that is not."""
+
+    def go_on_from(self, held: Iterable[dict[str, Any]]) -> None:
+        """Does that for a learner that goes back to where it was then.
+
+        With `Fifo(commit="manual")` what this process was handed since comes again.
+        """
+        self.end_held(held)
 
     @abstractmethod
     def batches(self, spec: StreamSpec) -> Batches:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torchreplay.cuda.staging import Staging
 from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import Fifo, takes_what_it_draws
 from torchreplay.segment.process_hooks import open_buffers
-from torchreplay.segment.waits import SLICE_NS
+from torchreplay.segment.waits import SLICE_NS, logger
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -59,6 +60,34 @@ class LocalSource(LocalSampler, BatchSource):
         """Says that nobody got the items of `keys`, which were drawn."""
         if takes_what_it_draws(self.config.sampler) and not self.segment.closed:
             self.segment.give_back(keys)
+
+    def held(self) -> dict[str, Any] | None:
+        """Does what `BatchSource.held` says."""
+        if not isinstance(self.config.sampler, Fifo):
+            return None
+        key, draws = self.segment.held_draws()
+        return {"queue": self.nonce, "key": key, "draws": draws}
+
+    def end_held(self, held: Iterable[dict[str, Any]]) -> None:
+        """Does what `BatchSource.end_held` says. Items of another queue stay, and a warning says so."""
+        if not isinstance(self.config.sampler, Fifo):
+            return
+        for of_one in held:
+            if of_one["queue"] == self.nonce or self.segment.imports:  # which brought the rows of another one
+                self.segment.end_draws(of_one["key"], of_one["draws"])
+            elif len(of_one["key"]) and self.segment.head:
+                logger.warning(
+                    "a state says that %s items of a queue are done, and %s is another one: open or load that one "
+                    "first",
+                    f"{len(of_one['key']):,}",
+                    self.config.called,
+                )
+
+    def go_on_from(self, held: Iterable[dict[str, Any]]) -> None:
+        """Does what `BatchSource.go_on_from` says."""
+        super().go_on_from(held)
+        if isinstance(self.config.sampler, Fifo) and self.config.sampler.commit == "manual":
+            self.segment.release(None)
 
     def batches(self, spec: StreamSpec) -> PrefetchIterator:
         """Returns a stream of batches; a native thread draws `prefetch` of them ahead."""

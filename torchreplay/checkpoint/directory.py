@@ -123,7 +123,7 @@ def _replace(root: Path, names: Sequence[str], fill: Callable[[], bytes], outerm
     """Replaces the description with what `fill` returns, which has made the subdirectories `names`."""
     try:
         content = fill()
-        _sync_directory(root)  # what a description names is there, whenever the machine goes down
+        _sync(root)  # what a description names is there, whenever the machine goes down
         replace_file(root / NAME, content)
     except BaseException:
         for name in names:
@@ -142,14 +142,14 @@ def _replace(root: Path, names: Sequence[str], fill: Callable[[], bytes], outerm
 def _filled(data: Path, write: Callable[[Path], Mapping[str, Any]]) -> Mapping[str, Any]:
     data.mkdir()
     told = write(data)
-    _sync_directory(data)
+    _sync(data)
     return told
 
 
 def _link_tree(source: Path, target: Path) -> None:
     shutil.copytree(source, target, copy_function=_link)
     for directory, _, _ in os.walk(target):
-        _sync_directory(Path(directory))
+        _sync(Path(directory))
 
 
 def _link(source: str, target: str) -> None:
@@ -169,7 +169,7 @@ def _make(directory: Path) -> list[Path]:
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for path in missing:
-        _sync_directory(path.parent)
+        _sync(path.parent)
     return missing
 
 
@@ -264,7 +264,17 @@ def replace_file(path: Path, content: bytes) -> None:
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
-    _sync_directory(path.parent)
+    _sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or a directory with all that is in it, is on the disk under its name.
+
+    Raises:
+        OSError: It is gone, or the disk fails.
+    """
+    for part in (path, *path.rglob("*"), path.parent):
+        _sync(part)
 
 
 def remove_unfinished(directory: Path, names: str) -> None:
@@ -331,8 +341,8 @@ def _write(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

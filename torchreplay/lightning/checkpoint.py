@@ -9,14 +9,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchreplay.buffer.base import Replay
+import torch.distributed as dist
+
+from torchreplay.buffer.base import Replay, source_of
 from torchreplay.checkpoint.directory import is_checkpoint
 from torchreplay.errors import CheckpointError
-from torchreplay.lightning.checkpoint_io import SUFFIX, BufferCheckpointIO, beside, is_local, local_name
+from torchreplay.lightning.checkpoint_io import HELD, SUFFIX, BufferCheckpointIO, beside, is_local, local_name
 from torchreplay.lightning.compat import Callback
 from torchreplay.lightning.datamodule import resolve_buffer
 from torchreplay.lightning.fetching import take_in_turn
 from torchreplay.lightning.lineage import Origin, Reached
+from torchreplay.schema.samplers import Fifo
 from torchreplay.segment.waits import logger
 from torchreplay.validation import checked_instance
 
@@ -45,6 +48,13 @@ class ReplayCheckpoint(Callback):
     a warning says how much. To go back to the rows of then, give a new buffer. Rows of another run are never
     overwritten.
 
+    A queue and its model agree after every death: a resumed run gets the items that the saved model had not seen, each
+    once and in order. The checkpoint names the items that were held when it was made. A resume ends these, if they are
+    not done. With `Fifo(commit="manual")` they are done, on all ranks, when the next step begins and the checkpoint is
+    on the disk. Until then the capacity must hold them, so save often enough. Resume from the newest checkpoint: what
+    it has learnt from is done for those before. With `commit="next"` all this holds only for a queue in memory, and not
+    under `AsyncCheckpointIO`.
+
     Of a link to a checkpoint, such as `ModelCheckpoint(save_last="link")` makes, the buffer is beside what it leads to.
     A checkpoint without a buffer beside it leaves the buffer as it is, which is logged. So is a
     `trainer.save_checkpoint` after the fit that finds the buffer closed, as one that the data module made is then, and
@@ -61,6 +71,7 @@ class ReplayCheckpoint(Callback):
         if buffer is not None:
             checked_instance("buffer", buffer, Replay, "a ReplayBuffer, or None for the data module's")
         self.buffer = buffer
+        self._held_by_ranks = False  # the checkpoints name what each rank holds of a queue
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Has the Trainer's checkpoints go through this callback.
@@ -72,6 +83,7 @@ class ReplayCheckpoint(Callback):
             return
         # Asked for now: a missing buffer is an error here, and not at the first save.
         buffer = resolve_buffer(self, self.buffer, trainer)
+        self._held_by_ranks = isinstance(buffer.sampler, Fifo) and trainer.world_size > 1
         take_in_turn(trainer)
         strategy: Any = trainer.strategy
         saves = strategy.checkpoint_io
@@ -81,9 +93,14 @@ class ReplayCheckpoint(Callback):
             saves.begin(buffer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Notes which buffer the checkpoint is of."""
+        """Notes which buffer the checkpoint is of, and of a queue what is held."""
+        held = None
         with suppress(RuntimeError, ValueError):  # it is closed, or there is none: none will be saved
-            checkpoint[ORIGIN] = Origin.of(resolve_buffer(self, self.buffer, trainer)).as_data()
+            buffer = resolve_buffer(self, self.buffer, trainer)
+            checkpoint[ORIGIN] = Origin.of(buffer).as_data()
+            held = source_of(buffer).held()
+        by_ranks = _from_all_ranks(held) if self._held_by_ranks else [held]
+        checkpoint[HELD] = [held for held in by_ranks if held is not None]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Fills the buffer from beside the checkpoint that `fit` resumes from, unless it has those rows.
@@ -94,7 +111,10 @@ class ReplayCheckpoint(Callback):
         """
         path = trainer.ckpt_path
         fits = trainer.state.fn == "fit"  # both packages' enums are strings; validation and tests draw nothing
-        if not fits or not trainer.is_global_zero or path is None:
+        if not fits or path is None:
+            return
+        if not trainer.is_global_zero:  # the first one ends what all ranks held
+            source_of(resolve_buffer(self, self.buffer, trainer)).go_on_from([])
             return
         place = next(filter(is_checkpoint, _places(path)), None)
         if place is None:
@@ -102,15 +122,30 @@ class ReplayCheckpoint(Callback):
         else:
             origin = Origin.from_data(checkpoint[ORIGIN]) if ORIGIN in checkpoint else None
             _fill(resolve_buffer(self, self.buffer, trainer), place, origin)
+        if checkpoint.get(HELD):
+            source_of(resolve_buffer(self, self.buffer, trainer)).go_on_from(checkpoint[HELD])
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Ends what a queue's last checkpoints have learnt from."""
+        strategy: Any = trainer.strategy
+        if isinstance(strategy.checkpoint_io, BufferCheckpointIO):
+            strategy.checkpoint_io.commit()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """From here on the Trainer's checkpoints have a buffer beside them as long as it is open."""
         if stage == "fit":
-            _end(trainer)
+            self._end(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Does what `teardown` does, which Lightning skips after an exception."""
-        _end(trainer)
+        self._end(trainer)
+
+    def _end(self, trainer: Trainer) -> None:
+        self._held_by_ranks = False  # the others' buffers may be closed
+        strategy: Any = trainer.strategy
+        if isinstance(strategy.checkpoint_io, BufferCheckpointIO):
+            strategy.checkpoint_io.ended = True
+            strategy.checkpoint_io.commit()
 
 
 def _fill(buffer: Replay, place: Path, origin: Origin | None) -> None:
@@ -149,10 +184,10 @@ def _keep(buffer: Replay, place: Path, since: Reached) -> None:
         )
 
 
-def _end(trainer: Trainer) -> None:
-    strategy: Any = trainer.strategy
-    if isinstance(strategy.checkpoint_io, BufferCheckpointIO):
-        strategy.checkpoint_io.ended = True
+def _from_all_ranks(held: dict[str, Any] | None) -> list[dict[str, Any] | None]:
+    values: list[dict[str, Any] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, held)
+    return values
 
 
 def _last_of(trainer: Trainer) -> Callable[[str, str], bool]:

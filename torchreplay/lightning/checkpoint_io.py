@@ -15,11 +15,15 @@ from typing import Any
 from fsspec.core import strip_protocol
 from fsspec.utils import get_protocol
 
-from torchreplay.buffer.base import Replay
-from torchreplay.checkpoint.directory import link_checkpoint
+from torchreplay.buffer.base import Replay, source_of
+from torchreplay.checkpoint.directory import link_checkpoint, sync
+from torchreplay.schema.samplers import Fifo
 from torchreplay.segment.waits import logger
 
 SUFFIX = ".replay"
+
+HELD = "torchreplay.held"
+"""Under which name the Trainer's checkpoint says what was held of a queue when it was made: for each rank."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,12 +34,14 @@ class _Save:
         path: Of the checkpoint.
         buffer: To be saved beside it.
         twin: The save just before, whose buffer serves for both; None: it does not.
+        held: What the checkpoint says that was held of a queue.
         done: Whether the buffer is saved.
     """
 
     path: str
     buffer: Replay
     twin: _Save | None
+    held: list[dict[str, Any]]
     done: bool = False
 
 
@@ -59,6 +65,7 @@ class BufferCheckpointIO:
         self._latest: _Save | None = None
         self._asked: dict[str, deque[_Save]] = defaultdict(deque)  # that are not yet written
         self._unwanted: set[str] = set()  # to be removed when they are
+        self._there: list[_Save] = []  # whose held items are not done
         self._lock = threading.Lock()
         self._inner = _before_writer(inner, self)
 
@@ -82,7 +89,7 @@ class BufferCheckpointIO:
             )
         place, latest = os.fspath(path), self._latest
         same = latest is not None and self._is_last(place, latest.path)
-        self._latest = _Save(place, self._buffer, latest if same else None)
+        self._latest = _Save(place, self._buffer, latest if same else None, checkpoint.get(HELD, []))
         with self._lock:
             self._asked[place].append(self._latest)
             self._unwanted.discard(place)
@@ -134,6 +141,31 @@ class BufferCheckpointIO:
                 raise
             logger.warning("%s is saved without a replay buffer beside it: %s", save.path, error)
 
+    def is_there(self, save: _Save) -> None:
+        """Says that a checkpoint is written. What was held of a queue is to be done once it is on the disk."""
+        sampler = save.buffer.sampler
+        if not save.held or not isinstance(sampler, Fifo) or sampler.commit != "manual":
+            return
+        sync(Path(local_name(save.path)))
+        with self._lock:
+            self._there.append(save)
+        if self.ended:
+            self.commit()
+
+    def commit(self) -> None:
+        """Ends what was held of a queue when the checkpoints were made that are on the disk, unless more are to come.
+
+        So a `last` that is saved after another one is there, too. Who dies before this resumes from any of them, which
+        ends these items, or from one before, and gets them again.
+        """
+        with self._lock:
+            if not self._there or (any(self._asked.values()) and not self.ended):
+                return
+            there, self._there = self._there, []
+        for save in there:
+            with suppress(RuntimeError):  # it was closed since, and what was held has gone back
+                source_of(save.buffer).end_held(save.held)
+
     def written(self, save: _Save) -> None:
         """Says that a checkpoint is written, or has failed."""
         save.twin = None
@@ -170,6 +202,7 @@ class _Writer:
         try:
             self._saves.save_buffer(save)
             self.inner.save_checkpoint(checkpoint, path, *args, **options)
+            self._saves.is_there(save)
         finally:
             self._saves.written(save)
 

@@ -295,7 +295,9 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             batches drawn ahead. Each of them has the `step` of its draw, `key` int64 `[B]`, `weight` and `probability`
             float32 `[B]`. Its `drawn_from` says what the weights were computed from. In a worker of a `DataLoader`
             there is also `stream`, the number of the stream that it draws from. With `epochs` there is `epochs_left`:
-            how many the iteration has still to begin; None when there is none under way.
+            how many the iteration has still to begin; None when there is none under way. Of a queue there is `held`:
+            the items that this process was handed, in all its loops, and that are not done. Its `key`, `draws` (how
+            often each was done before) and `queue` (its identity) name them.
 
         Raises:
             ValueError: TD errors from a device are NaN or infinite, as `buffer.flush` says.
@@ -319,9 +321,12 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             position %= self.steps
         if self._loop is not None and self._loop.is_over:  # as the next iteration, the one that resumes draws anew
             position, ahead = 0, []
-        left = {}
+        left: dict[str, Any] = {}
         if self.epochs is not None:
             left["epochs_left"] = self._epochs_left()
+        held = source_of(self.buffer).held()
+        if held is not None:
+            left["held"] = held
         return {"draws": self.buffer.draws - len(again), "position": position, "drawn": again + ahead} | left | stream
 
     def _epochs_left(self) -> int | None:
@@ -338,6 +343,9 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         With the buffer as it was then (`ReplayBuffer.load`), the batches are those that would have come. Batches drawn
         ahead whose rows the buffer does not hold are left out, and those of another size than `batch_size`.
 
+        Of a queue, what was held when the state was taken is done: the state goes with a model that has learnt from it.
+        With `Fifo(commit="manual")` all else that was not committed comes again, in order.
+
         Args:
             state_dict: What `state_dict` returned.
 
@@ -353,7 +361,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         """
         given: Any = state_dict
         names = ["draws", "position", "drawn"] + ([] if self.epochs is None else ["epochs_left"])
-        if not isinstance(given, dict) or set(given) - {"stream"} != set(names):
+        if not isinstance(given, dict) or set(given) - {"stream", "held"} != set(names):
             found = f"has the entries {sorted(map(str, given))}" if isinstance(given, dict) else f"is {given!r:.200}"
             expected = f"{', '.join(map(repr, names[:-1]))} and {names[-1]!r}"
             raise ValueError(f"state_dict {found}; a ReplayDataset's state has {expected}")
@@ -364,12 +372,15 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         if not isinstance(state_dict["drawn"], list | tuple):
             raise ValueError(f"drawn is {state_dict['drawn']!r:.200}: expected a list of batches drawn ahead")
         ahead = [_require_drawn(batch) for batch in state_dict["drawn"]]
+        held = None if state_dict.get("held") is None else _require_held(state_dict["held"])
         drawn = deque(batch for batch in ahead if self._is_size(len(batch["key"])))
         self.end()  # or its draws ahead would block the next ones
         self._leave_out([batch for batch in ahead if not self._is_size(len(batch["key"]))])
         if "stream" in state_dict and get_worker_info() is not None:
             self.buffer.stream = checked_int("stream", state_dict["stream"], 0)
         self.buffer.draws = draws + len(ahead)
+        if held is not None:
+            source_of(self.buffer).go_on_from([held])
         self._iteration = Iteration(position, position, drawn, epochs_left=left)
 
     def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
@@ -493,6 +504,24 @@ def _require_drawn(batch: Any) -> dict[str, Any]:
         TreeSummary.of_state(batch["drawn_from"])
         fields["drawn_from"] = batch["drawn_from"]
     return {"step": checked_int("step", batch["step"], 0)} | fields
+
+
+def _require_held(held: Any) -> dict[str, Any]:
+    """Returns what a state says of items of a queue that were held.
+
+    Raises:
+        ValueError: It is none.
+    """
+    names = {"queue", "key", "draws"}
+    if not isinstance(held, dict) or set(held) != names:
+        raise ValueError(f"'held' of the state is {held!r:.200}: expected a dict with {sorted(names)}")
+    key, draws = (as_numbers(name, held[name], "int64 [n]") for name in ("key", "draws"))
+    if any(values.dtype != torch.int64 or values.dim() != 1 or len(values) != len(key) for values in (key, draws)):
+        raise ValueError(
+            f"'held' of the state has keys {key.dtype} {list(key.shape)} and draws {draws.dtype} {list(draws.shape)}: "
+            f"expected int64 of the same shape [n]"
+        )
+    return {"queue": checked_int("queue", held["queue"], 0), "key": key, "draws": draws}
 
 
 def require_device(device: Any) -> torch.device:
