@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from torchreplay.loading.dataset import ReplayDataset
     from torchreplay.loading.laber import LaBER
     from torchreplay.loading.mixed_dataset import MixedDataset
+    from torchreplay.loading.queue_loader import QueueLoader
     from torchreplay.loading.reverse import Reverse
     from torchreplay.monitoring.batch_report import BatchReport, explain
     from torchreplay.monitoring.monitor import Monitor
@@ -79,6 +80,7 @@ __all__ = [
     "Monitor",
     "Prioritized",
     "PriorityTree",
+    "QueueLoader",
     "ReplayBatch",
     "ReplayBuffer",
     "ReplayDataset",
@@ -114,6 +116,7 @@ _IMPORTED_AT_FIRST_USE = {  # to make `import torchreplay` quick: no program nee
     "MixedDataset": "torchreplay.loading.mixed_dataset",
     "Monitor": "torchreplay.monitoring.monitor",
     "PriorityTree": "torchreplay.priority_tree",
+    "QueueLoader": "torchreplay.loading.queue_loader",
     "ReplayDataset": "torchreplay.loading.dataset",
     "Reverse": "torchreplay.loading.reverse",
     "check": "torchreplay.checking",

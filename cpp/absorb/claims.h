@@ -164,6 +164,24 @@ class Claims {
     return n;
   }
 
+  // What one process has drawn another one holds from now on. False, and nothing is changed: somebody else has got some
+  // of it meanwhile, or it is done. What nobody has, as the one that drew it is dead, is taken.
+  bool adopt(const std::vector<int64_t>& keys, uint32_t from, uint32_t to) {
+    std::vector<int64_t> held, free;
+    for (const int64_t key : keys) {
+      if (!is_there(key)) continue;  // the batch has the values
+      if (of(memory_.slot_of(static_cast<uint64_t>(key))).holder() == from)
+        held.push_back(key);
+      else if (is_free(key))
+        free.push_back(key);
+      else
+        return false;
+    }
+    take_keys(free, to);
+    pass_on(held, from, to);
+    return true;
+  }
+
   // The clock of arrivals.
   static uint32_t millis() { return static_cast<uint32_t>(machine_ns(CLOCK_MONOTONIC_COARSE) / 1'000'000); }
 
@@ -221,6 +239,19 @@ class Claims {
     std::ranges::sort(slots);
     slots.erase(std::ranges::unique(slots).begin(), slots.end());
     take(slots.data(), static_cast<int>(slots.size()), presence);
+  }
+
+  void pass_on(const std::vector<int64_t>& keys, uint32_t from, uint32_t to) {
+    if (keys.empty() || from == to) return;
+    const DirtyScope dirty(header_, Dirty::kTree);
+    ItemHolder& heir = entry_of(to);
+    for (const int64_t key : keys) {
+      const uint64_t slot = memory_.slot_of(static_cast<uint64_t>(key));
+      words_[slot] = of(slot).held_by(to).word;
+      TORCHREPLAY_FAULT("claims.passed_on");
+    }
+    heir.items += keys.size();
+    entry_of(from).items -= keys.size();
   }
 
   // The leaf first: after a death between the two the item still is its holder's.

@@ -148,6 +148,11 @@ class Attachment {
     return end_holding([&](Claims& claims) { return claims.end_draws(keys, draws, memory_->presence()); });
   }
 
+  // What the process of that presence has drawn this one holds from now on. False: not all of it is to be had.
+  bool adopt(const std::vector<int64_t>& keys, uint32_t from) {
+    return end_holding([&](Claims& claims) { return uint64_t{claims.adopt(keys, from, memory_->presence())}; }) != 0;
+  }
+
   // These are, and what this process could not give back before. Throws LockTimeout.
   void release_all(const std::vector<int64_t>& keys, const Patience& patience) {
     end_holding(

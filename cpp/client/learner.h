@@ -254,6 +254,16 @@ class Learner {
     return require_open()->end_draws(keys, draws);
   }
 
+  // A loop gets what the process of that presence has drawn for it. False: not all of it is to be had.
+  bool adopt(const std::vector<int64_t>& keys, uint32_t from, uint64_t loop) {
+    const std::shared_ptr<Attachment> a = require_open();
+    join();
+    if (!a->adopt(keys, from)) return false;
+    got(*a, keys.data(), static_cast<int>(keys.size()), loop);
+    note_draw(static_cast<int>(keys.size()));
+    return true;
+  }
+
   // These are done, or are in their places again. Returns how many still were this process's.
   uint64_t commit(const std::vector<int64_t>& keys) {
     return end(keys, [&](Attachment& a) { return a.commit(keys); });

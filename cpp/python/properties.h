@@ -110,6 +110,8 @@ inline PyGetSetDef getset[] = {
     {"seed", segment_attribute<[](Attachment& a) { return a.seed(); }>, nullptr, nullptr, nullptr},
     {"rewrites", segment_attribute<[](Attachment& a) { return a.rewrites(); }>, nullptr, nullptr, nullptr},
     {"imports", segment_attribute<[](Attachment& a) { return a.imports(); }>, nullptr, nullptr, nullptr},
+    {"presence", segment_attribute<[](Attachment& a) { return uint64_t{a.memory().presence()}; }>, nullptr, nullptr,
+     nullptr},
     {"limiter", segment_attribute<[](Attachment& a) { return told(a.limiter()); }>, nullptr, nullptr, nullptr},
     {"in_file", segment_attribute<[](Attachment& a) { return a.memory().file().phase != Phase::kMemory; }>, nullptr,
      nullptr, nullptr},

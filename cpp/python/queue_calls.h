@@ -65,6 +65,18 @@ inline PyObject* end_draws(PyObject* self, PyObject* const* args, Py_ssize_t nar
   });
 }
 
+// adopt(keys, presence, loop) -> bool: the loop holds what the process of that presence has drawn; or not all of it is
+// to be had.
+inline PyObject* adopt(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
+  return method<SegmentObject>(self, [&](SegmentObject& s) {
+    expect_args("adopt", nargs, 3);
+    s.attached();
+    std::vector<int64_t> keys;
+    read_keys(args[0], keys);
+    return s.learner->adopt(keys, static_cast<uint32_t>(as_uint(args[1])), as_uint(args[2]));
+  });
+}
+
 // end_loop(loop): what that one got last is done.
 inline PyObject* end_loop(PyObject* self, PyObject* loop) {
   return method<SegmentObject>(self, [&](SegmentObject& s) {

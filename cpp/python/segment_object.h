@@ -197,6 +197,7 @@ inline PyMethodDef methods[] = {
     {"release", release, METH_O, nullptr},
     {"held_draws", held_draws, METH_NOARGS, nullptr},
     {"end_draws", fast(end_draws), METH_FASTCALL, nullptr},
+    {"adopt", fast(adopt), METH_FASTCALL, nullptr},
     {"new_loop", plain_method<SegmentObject, [](SegmentObject& s) { return s.learner->new_loop(); }>, METH_NOARGS,
      nullptr},
     {"end_loop", end_loop, METH_O, nullptr},

@@ -534,6 +534,7 @@ class Queue(Scene):
         self.buffer = tr.ReplayBuffer(spec, self.CAPACITY, sampler=tr.Fifo(max_draws=self.DRAWS))
         self.episodes = tr.ReplayBuffer(steps, self.CAPACITY, view=tr.Transitions(), sampler=tr.Fifo())
         self.written, self.came = shared_counters(self.ROWS), shared_counters(self.ROWS)
+        self.left = shared_counters(1 + 2 * self.DRAWN)  # by the last that died: its presence, keys and numbers
 
     def has_room(self, buffer):
         state = buffer._segment.queue_state(False)
@@ -564,6 +565,14 @@ class Queue(Scene):
         while self.episodes.num_items:
             self.episodes.sample(self.DRAWN, at_least=1)
 
+    def inherit(self):
+        """What the last that died has drawn and noted is this process's, if nobody else has got it."""
+        segment, keys = self.buffer._segment, self.left[1 : 1 + self.DRAWN].tolist()
+        if segment.adopt(keys, self.left[0], 0):
+            for number in self.left[1 + self.DRAWN :]:
+                self.came[number] += 1
+            segment.commit(keys)
+
     def go_back(self):
         """As a learner does whose saved state says what it has learnt from."""
         segment = self.buffer._segment
@@ -571,7 +580,9 @@ class Queue(Scene):
         self.buffer.release()
         segment.end_draws(*held)
 
-    def work(self):
+    def work(self, inherits=False):
+        if inherits:
+            self.inherit()
         for _ in range(8):
             self.write(6)
             self.take()
@@ -585,13 +596,20 @@ class Queue(Scene):
         self.write(self.DRAWN)
         self.take()
 
+    def bequeath(self):
+        batch = self.buffer.sample(self.DRAWN)
+        for place, value in enumerate([self.buffer._segment.presence, *batch["key"].tolist(), *batch["x"].tolist()]):
+            self.left[place] = value
+
     def perform(self, start):
         with Forked(self.hold) as holder, Forked(self.write_episode, 1, False) as explorer:
             assert holder.wait() == explorer.wait() == 0
         for point in ("append.ticket", "claims.held"):
             with faulty(self.work, faults=[Fault(point)]) as dead:
                 assert dead.wait() == DIED
-        with start(self.work) as process:
+        with Forked(self.bequeath) as holder:
+            assert holder.wait() == 0
+        with start(self.work, True) as process:
             return process.wait()
 
     def check(self):

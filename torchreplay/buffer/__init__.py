@@ -13,6 +13,7 @@ __all__ = [
     "notices",
     "pending_updates",
     "prefetch",
+    "queue",
     "replay_buffer",
     "rewriting",
     "stats",

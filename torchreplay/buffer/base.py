@@ -87,6 +87,7 @@ class StreamSpec:
         staging: What gives each batch its place, and finishes it; None: memory of its own.
         last_epoch: The number of the epoch with which it ends, of draws without replacement. Then the last batch of
             each epoch may be shorter, and there is no staging. None: it does not end so.
+        for_others: Batches of a queue that another process will hold: this one never ends what it holds.
 
     Raises:
         ValueError: `batch_size` is out of range.
@@ -100,6 +101,7 @@ class StreamSpec:
     drawn: deque[dict[str, Any]] = field(default_factory=deque)
     staging: Staging | None = None
     last_epoch: int | None = None
+    for_others: bool = False
 
     def __post_init__(self) -> None:
         checked_int("batch_size", self.batch_size, 1, MAX_BATCH)

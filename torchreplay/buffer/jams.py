@@ -143,7 +143,16 @@ class LearnerJam(Jam):
 
     What other loops of the process hold counts as soon to be done, unless the process has no other thread. Threads that
     each hold a claim, and wait for more within it, are not found: their waits end by their timeouts.
+
+    Args:
+        segment: The queue's memory.
+        config: What it was made of.
+        for_others: Another process takes over what this one holds.
     """
+
+    def __init__(self, segment: _C.Segment, config: Config, for_others: bool = False) -> None:
+        super().__init__(segment, config)
+        self._for_others = for_others
 
     def check(self, at_least: int, loop: int) -> None:
         """Looks at the queue.
@@ -159,7 +168,7 @@ class LearnerJam(Jam):
         if state is None or state["need"] == Need.NONE:
             self._seen = None
             return
-        mine = sum(items for _, items, own in state["holders"] if own)
+        mine = 0 if self._for_others else sum(items for _, items, own in state["holders"] if own)
         single = threading.active_count() == 1
         others = state["held"] - mine + (0 if single else self._segment.held_elsewhere(loop))
         by_writers = state["need"] in (Need.UNFINISHED, Need.UNWRITTEN)

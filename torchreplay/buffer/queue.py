@@ -26,7 +26,7 @@ NO_LOOP = 0
 """The number of a loop for the native core that none has."""
 
 
-def taking(sampler: LocalSampler, at_least: int, loop: int, ends: int) -> Sample:
+def taking(sampler: LocalSampler, at_least: int, loop: int, ends: int, for_others: bool = False) -> Sample:
     """Returns what draws from a queue as the segment's `sample` does.
 
     Args:
@@ -34,6 +34,7 @@ def taking(sampler: LocalSampler, at_least: int, loop: int, ends: int) -> Sample
         at_least: Items in a batch, at the least.
         loop: The number under which the batch is held.
         ends: That of what is done when it is drawn.
+        for_others: Another process takes over what this one holds.
     """
     segment, jam = sampler.segment, None
 
@@ -42,7 +43,7 @@ def taking(sampler: LocalSampler, at_least: int, loop: int, ends: int) -> Sample
         result: Any = segment.sample(n, beta, deadline, out, at_least, loop, ends)
         if result.__class__ is not ReplayBatch and result[0] == "wait":
             if jam is None:
-                jam = LearnerJam(segment, sampler.config)
+                jam = LearnerJam(segment, sampler.config, for_others)
             jam.check(at_least, loop)
         return result
 

@@ -34,10 +34,11 @@ class QueueIterator(PrefetchIterator):
         super().__init__(source, spec)
         sampler = source.config.sampler
         assert isinstance(sampler, Fifo)
-        self._loop = self._segment.new_loop() if sampler.commit == "next" else NO_LOOP
+        ends_by_itself = sampler.commit == "next" and not spec.for_others
+        self._loop = self._segment.new_loop() if ends_by_itself else NO_LOOP
         self._at_least = spec.batch_size
         self._refused = 0
-        self._jam = LearnerJam(self._segment, source.config)
+        self._jam = LearnerJam(self._segment, source.config, spec.for_others)
         self._is_first = False  # nothing is to be said of small buffers
         self._from = (1.0, 1, 1.0, 0.0)  # all items are alike
 
@@ -71,7 +72,7 @@ class QueueIterator(PrefetchIterator):
             return batch
         while True:
             try:
-                sample = taking(self._source, self._at_least, self._loop, self._loop)
+                sample = taking(self._source, self._at_least, self._loop, self._loop, self._spec.for_others)
                 return self._source.draw(self._batch_size, None, self._timeout, waiting, None, sample)
             except WouldBlockForever as error:
                 self._accept_fewer(error)

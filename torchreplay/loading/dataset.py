@@ -114,7 +114,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
     - In `DataLoader` workers, under every start method, each worker draws from its own stream, and the workers
       share `steps` between them. Workers move every tensor through a descriptor (about 2 ms for a batch of seven
       fields). Drawing is native and needs no workers. So leave `num_workers` at 0 unless you transform the batch in
-      Python.
+      Python. A queue takes a `QueueLoader` in place of the `DataLoader`.
     - torchdata's `StatefulDataLoader` takes its state along, with and without workers.
     - After `buffer.stop()` an iteration ends as any other iteration does, without an error.
     - No global random state is read or written.
@@ -155,6 +155,9 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         >>> for batch in DataLoader(dataset, batch_size=None):  # each element is a whole batch
         ...     buffer.update_priorities(batch, torch.ones(32))
     """
+
+    _for_others = False
+    """Whether another process takes over the batches of a queue."""
 
     def __init__(
         self,
@@ -249,7 +252,17 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         worker = get_worker_info()
         waiting: type[Wait] = ShownWait if worker is None or worker.id == 0 else Wait  # one line for all workers
         left = None if share is None else share - position
-        spec = StreamSpec(self.batch_size, left, self.prefetch, self.timeout, waiting, here.drawn, staging, last_epoch)
+        spec = StreamSpec(
+            self.batch_size,
+            left,
+            self.prefetch,
+            self.timeout,
+            waiting,
+            here.drawn,
+            staging,
+            last_epoch,
+            self._for_others,
+        )
         stream = source_of(self.buffer).batches(spec)
         try:
             for batch in stream:
@@ -458,11 +471,11 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
 
     def _share_of_this_worker(self) -> int | None:
         worker = get_worker_info()
-        if worker is not None and isinstance(self.buffer.sampler, Fifo):
+        if worker is not None and isinstance(self.buffer.sampler, Fifo) and not self._for_others:
             raise RuntimeError(
                 "ReplayDataset over a queue in a worker of a DataLoader: a worker asks for more before the training "
                 "loop has had its last batches, and so would lose what it held. Drawing is native: leave num_workers "
-                "at 0"
+                "at 0. Where workers transform batches in Python, give the dataset to a torchreplay.QueueLoader"
             )
         if self.steps is None or worker is None:
             if worker is not None and self.epochs is not None:

@@ -43,10 +43,13 @@ class ReplayBatch(dict[str, Any]):
         ReplayBatch(obs: float32[4, 3], reward: float32[4], key: int64[4], weight: float32[4], probability: float32[4])
     """
 
-    __slots__ = ("source",)
+    __slots__ = ("holder", "source")
 
     source: int | tuple[int, ...] | None
     """Identity of the buffer it was drawn from, or of those of a mixture in their order, where known."""
+
+    holder: int
+    """Of a batch of a queue that a worker of a `DataLoader` has drawn: the number of that process's attachment."""
 
     @property
     def batch_size(self) -> int:
@@ -127,7 +130,7 @@ class ReplayBatch(dict[str, Any]):
             tensor([1., 1., 1., 1.])
         """
         copied = ReplayBatch(self)
-        copied.source = getattr(self, "source", None)
+        copied._take_origin(self)
         return copied
 
     def __or__(self, other: Mapping[str, Any]) -> ReplayBatch:  # type: ignore[override]
@@ -139,10 +142,15 @@ class ReplayBatch(dict[str, Any]):
 
     def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> ReplayBatch:
         moved = ReplayBatch()
-        moved.source = getattr(self, "source", None)  # code that rebuilds a dict from its items loses it
+        moved._take_origin(self)
         for name, value in self.items():
             moved[name] = value if name == "key" else _moved(value, move)
         return moved
+
+    def _take_origin(self, batch: ReplayBatch) -> None:
+        self.source = getattr(batch, "source", None)  # code that rebuilds a dict from its items loses it
+        if hasattr(batch, "holder"):
+            self.holder = batch.holder
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name}: {_shape(value)}" for name, value in self.items())
