@@ -7,6 +7,7 @@
 #include "absorb/drawn_items.h"
 #include "absorb/leaf_changes.h"
 #include "absorb/pending_set.h"
+#include "absorb/places.h"
 #include "absorb/streams.h"
 #include "segment/row_rewriter.h"
 
@@ -27,7 +28,8 @@ class Absorber {
         pending_(m),
         streams_(m),
         claims_(m),
-        counts_(m) {}
+        counts_(m),
+        places_(m) {}
 
   // Most slots visited while the mutex is held in one piece.
   static constexpr uint64_t kChunk = 4096;
@@ -165,10 +167,12 @@ class Absorber {
     RowHeader& row = memory_.row(slot);
     uint64_t& at = memory_.at(slot);
     const uint64_t word = row.word.load(std::memory_order_acquire);
-    const bool passed = is_queue_ && slot_word::key1(word) < newest + 1;  // order is by key: no older row may stay
-    if (at && (passed || is_gone(at, word))) evict(slot, at);
-    bool pending = slot_word::is_busy(word) || slot_word::key1(word) < newest + 1;
-    if (!at && slot_word::is_row(word) && !passed) pending |= !adopt(slot, at, word);
+    // In a queue no row stays that stands for an older ticket, since order is by key.
+    const auto passed = [&] { return is_queue_ && std::max(places_.place1(slot), slot_word::key1(word)) < newest + 1; };
+    if (at && (passed() || is_gone(at, word))) evict(slot, at);
+    const bool kept = is_queue_ && places_.place1(slot) >= newest + 1;
+    bool pending = slot_word::is_busy(word) || (slot_word::key1(word) < newest + 1 && !kept);
+    if (!at && slot_word::is_row(word) && !passed()) pending |= !adopt(slot, at, word);
     kill_fence();
     pending_.assign(slot, pending);
     TORCHREPLAY_FAULT("sync.done");
@@ -194,6 +198,8 @@ class Absorber {
     if (linked_) {
       streams_.each_item_with(slot, [&](uint64_t anchor) { retire(anchor); });
       TORCHREPLAY_FAULT("evict.items");
+      // In a queue the row before may stay for longer, and must not be taken for the last one there is.
+      if (const uint64_t before = streams_.prev(slot); is_queue_ && before != kNoSlot) claims_.close_stream(before);
       kill_fence();
       streams_.unlink(slot);
     }
@@ -231,6 +237,7 @@ class Absorber {
     }
     TORCHREPLAY_FAULT("adopt.facts");
     if (is_queue_) claims_.begin(slot, word);
+    if (is_queue_) places_.begin(slot);
     if (counts_draws_) counts_.begin(slot);
     kill_fence();
     at = slot_word::key1(word);
@@ -264,7 +271,7 @@ class Absorber {
     }
     if (counts_draws_ && counts_.is_used_up(anchor)) return;
     drawn_.clear(anchor);
-    leaves_.set(anchor, initial_.of(priority));
+    leaves_.set(anchor, is_queue_ ? places_.leaf(anchor) : initial_.of(priority));
     TORCHREPLAY_FAULT("complete.leaf");
     header_.inserted++;
     TORCHREPLAY_FAULT("complete.counted");
@@ -282,6 +289,7 @@ class Absorber {
   Streams streams_;
   Claims claims_;
   DrawCounts counts_;
+  Places places_;
   uint64_t head_ = 0;  // of the running absorption
   uint64_t adopted_ = 0, deferred_ = 0;
 };

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absorb/dirty_scope.h"
+#include "absorb/places.h"
 #include "segment/row_facts.h"
 #include "segment/segment_memory.h"
 #include "system/clock.h"
@@ -54,7 +55,7 @@ static_assert(sizeof(ItemHolder) == kHolderBytes);
 class Claims {
  public:
   explicit Claims(SegmentMemory& m)
-      : memory_(m), header_(m.header()), tree_(m.tree()), words_(m.claims()), holders_(holders_of(m)) {}
+      : memory_(m), header_(m.header()), tree_(m.tree()), places_(m), words_(m.claims()), holders_(holders_of(m)) {}
 
   static bool are_kept(const Header& h) { return h.sampler.queue != 0; }
 
@@ -97,7 +98,8 @@ class Claims {
     }
     own.items += static_cast<uint64_t>(n);
     header_.held += static_cast<uint64_t>(n);
-    was_.assign(static_cast<size_t>(n), 1);
+    was_.resize(static_cast<size_t>(n));
+    std::transform(slots, slots + n, was_.begin(), [&](int64_t slot) { return tree_.leaf(slot); });
     now_.assign(static_cast<size_t>(n), 0);
     tree_.replace_sorted(slots, was_.data(), now_.data(), n);
     TORCHREPLAY_FAULT("claims.taken");
@@ -200,7 +202,8 @@ class Claims {
         entry_of(claim.holder()).items++;
         header_.held++;
       }
-      if (claim.holder() || claim.draws() >= header_.sampler.max_draws) tree_.leaves()[slot] = 0;
+      float& leaf = tree_.leaves()[slot];
+      leaf = claim.holder() || claim.draws() >= header_.sampler.max_draws || leaf == 0 ? 0 : places_.leaf(slot);
     }
     TORCHREPLAY_FAULT("claims.restored");
   }
@@ -211,7 +214,7 @@ class Claims {
       const Claim claim = of(slot);
       arrive(slot);  // by the clock of this boot
       if (!claim.holder()) continue;
-      if (may_come_again(slot, claim.draws())) tree_.leaves()[slot] = 1;
+      if (may_come_again(slot, claim.draws())) tree_.leaves()[slot] = places_.leaf(slot);
       words_[slot] = claim.free().word;
     }
     header_.held = header_.holders = 0;
@@ -268,7 +271,7 @@ class Claims {
       n++;
       const uint64_t draws = std::min(draws_of(claim), Claim::kMostDraws);
       if (may_come_again(slot, draws)) {
-        tree_.leaves()[slot] = 1;
+        tree_.leaves()[slot] = places_.leaf(slot);
         index_.push_back(static_cast<int64_t>(slot));
         TORCHREPLAY_FAULT("claims.back");
       }
@@ -282,7 +285,8 @@ class Claims {
     }
     std::ranges::sort(index_);
     was_.assign(index_.size(), 0);
-    now_.assign(index_.size(), 1);
+    now_.resize(index_.size());
+    std::ranges::transform(index_, now_.begin(), [&](int64_t slot) { return tree_.leaf(slot); });
     if (!index_.empty()) tree_.replace_sorted(index_.data(), was_.data(), now_.data(), static_cast<int>(index_.size()));
     TORCHREPLAY_FAULT("claims.all_let_go");
     return n;
@@ -316,6 +320,7 @@ class Claims {
   SegmentMemory& memory_;
   Header& header_;
   PriorityTree tree_;
+  Places places_;
   uint64_t* words_;
   ItemHolder* holders_;
   std::vector<int64_t> index_;

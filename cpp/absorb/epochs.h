@@ -1,22 +1,18 @@
 // Draws without replacement: in each epoch every item is drawn once before any is drawn again.
 #pragma once
 
-#include <bit>
 #include <vector>
 
 #include "absorb/absorber.h"
+#include "absorb/ranks.h"
 
 namespace torchreplay {
 
 // The leaves say which items are due in the epoch under way: those have a leaf of 1, the ones that it has drawn a tiny
-// one. An item that comes is due at once. All tiny leaves together are less than 1. So the point (rank + 1) due leaves
-// after the start, less one unit, lies in the due leaf number `rank`: tiny leaves before it move it by less than a due
-// one. The tree, which finds proportionally, finds the rank. Runs under the segment's mutex.
+// one. An item that comes is due at once. Runs under the segment's mutex.
 class Epochs {
  public:
-  // The tiny leaves of more items could add up to 1.
-  static constexpr uint64_t kMostItems = uint64_t{1} << 30;
-  static constexpr float kDue = 1, kDrawn = 0x1p-32f;
+  static constexpr float kDue = Ranks::kOne, kDrawn = Ranks::kTiny;
 
   explicit Epochs(SegmentMemory& m) : memory_(m), header_(m.header()), tree_(m.tree()) {}
 
@@ -26,13 +22,10 @@ class Epochs {
   uint64_t ended() const { return header_.epochs / 2; }
 
   // Items that this one has not drawn.
-  uint64_t due() const {
-    const uint64_t units = units_of_due();
-    return units ? tree_.total() >> std::countr_zero(units) : 0;
-  }
+  uint64_t due() const { return Ranks(tree_).count(); }
 
   // What finds the due leaf number `rank`, which is below due().
-  uint64_t target(uint64_t rank) const { return (rank + 1) * units_of_due() - 1; }
+  uint64_t target(uint64_t rank) const { return Ranks(tree_).target(rank); }
 
   // They are drawn.
   void take(const int64_t* slots, int n) { set(slots, n, kDrawn); }
@@ -75,12 +68,6 @@ class Epochs {
   }
 
  private:
-  // 0: the tree's grid holds no such leaf, so there is none.
-  uint64_t units_of_due() const {
-    const bool held = tree_node::Grid::exponent(kDue) <= tree_.grid_state().top;
-    return held ? tree_.quantize(kDue) : 0;
-  }
-
   void set(const int64_t* slots, int n, float leaf) {
     if (n == 0) return;
     leaves_.assign(static_cast<size_t>(n), leaf);

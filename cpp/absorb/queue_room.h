@@ -1,9 +1,12 @@
-// How far the writers of a queue may go: as far as no row is overwritten that an item still needs. Runs under the
-// segment's mutex.
+// How far the writers of a queue may go: as far as no row is overwritten that an item still needs. Where others are
+// not, nobody waits for a row of which nobody can say when it is done with, since its stream may go on, or somebody has
+// its item. Such a row is kept for another turn of the ring: it takes the next ticket of its slot, which is the next
+// one there is. Runs under the segment's mutex.
 #pragma once
 
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "absorb/absorber.h"
 #include "absorb/streams.h"
@@ -22,16 +25,18 @@ enum class Need : uint32_t {
 class QueueRoom {
  public:
   explicit QueueRoom(SegmentMemory& m)
-      : memory_(m), header_(m.header()), view_(m.layout().view), tree_(m.tree()), claims_(m), streams_(m) {}
+      : memory_(m), header_(m.header()), view_(m.layout().view), tree_(m.tree()), claims_(m), places_(m), streams_(m) {}
 
   // The ticket up to which writers may go. O(rows that are needed no more since the last call, and steps of an item).
-  // Where they have no room it looks harder: for writers that died, and tickets that nobody has begun to write.
-  uint64_t limit() {
+  // Where they have no room it looks harder: for writers that died, tickets that nobody has begun to write, and rows to
+  // be kept. `starved`: a learner has too few items. Then rows of items that are to be drawn are kept, too.
+  uint64_t limit(bool starved = false) {
     const bool hard =
         header_.head.load(std::memory_order_relaxed) >= header_.ticket_limit.load(std::memory_order_relaxed);
     uint64_t& from = header_.needed_from;
     if (header_.absorbed > memory_.capacity()) from = std::max(from, header_.absorbed - memory_.capacity());
-    advance(from, hard, [](Need need) { return need == Need::kNone; });
+    do advance(from, hard, [](Need need) { return need == Need::kNone; });
+    while (hard && keep_rows(starved));
     TORCHREPLAY_FAULT("room.needed");
     return from + memory_.capacity();
   }
@@ -54,6 +59,44 @@ class QueueRoom {
   }
 
  private:
+  // Keeps the rows at the cursor that wait long, if a row comes after them that is not needed. Their places are written
+  // before the head moves: places beyond it are taken back after a death. Writers have no ticket below the limit left,
+  // so the head is nobody else's.
+  bool keep_rows(bool starved) {
+    const uint64_t from = header_.needed_from;
+    uint64_t head = header_.head.load(std::memory_order_acquire), end = from;
+    if (head != from + memory_.capacity()) return false;
+    Need need = Need::kNone;
+    while (end < header_.absorbed && may_keep(need = need_of(end, true), starved)) end++;
+    if (end == from || end == header_.absorbed || need != Need::kNone) return false;
+    const DirtyScope dirty(header_, Dirty::kTree);
+    for (uint64_t key = from; key < end; key++) {
+      places_.keep(memory_.slot_of(key));
+      TORCHREPLAY_FAULT("room.kept");
+    }
+    kill_fence();
+    if (!header_.head.compare_exchange_strong(head, head + (end - from), std::memory_order_seq_cst)) {
+      places_.repair(head);
+      return false;
+    }
+    TORCHREPLAY_FAULT("room.head");
+    std::vector<int64_t> to_draw;
+    for (; header_.needed_from < end; header_.needed_from++) {
+      const auto slot = static_cast<int64_t>(memory_.slot_of(header_.needed_from));
+      if (tree_.leaf(slot) > 0) to_draw.push_back(slot);
+    }
+    const std::vector<float> leaves(to_draw.size(), Places::kKept);
+    if (!to_draw.empty()) tree_.set(to_draw.data(), leaves.data(), static_cast<int>(to_draw.size()));
+    TORCHREPLAY_FAULT("room.all_kept");
+    return true;
+  }
+
+  // Items do not overtake unfinished ones further than a window.
+  bool may_keep(Need need, bool starved) const {
+    if (need == Need::kUnfinished) return !header_.sampler.window;
+    return need == Need::kHeld || (need == Need::kToDraw && starved);
+  }
+
   // Goes on from row to row while `passes` says so of their needs. A writer may have completed an item, left, and died
   // since the last absorption. So a death counts only when all has been absorbed after it was seen.
   template <class Passes>
@@ -71,9 +114,9 @@ class QueueRoom {
   }
 
   Need need_of(uint64_t key, bool hard) {
-    const uint64_t slot = memory_.slot_of(key), at = memory_.at(slot);
-    if (at == key + 1) return need_of_row(slot, key, hard);
-    if (at > key + 1) return Need::kNone;
+    const uint64_t slot = memory_.slot_of(key), place1 = places_.place1(slot);
+    if (place1 == key + 1) return need_of_row(slot, hard);
+    if (place1 > key + 1) return Need::kNone;
     std::atomic<uint64_t>& row = memory_.row(slot).word;
     uint64_t word = row.load(std::memory_order_acquire);
     if (slot_word::key1(word) > key + 1) return Need::kNone;
@@ -88,25 +131,37 @@ class QueueRoom {
                : Need::kUnwritten;
   }
 
-  // Items need rows before their anchor, too, as far as `history` says.
-  Need need_of_row(uint64_t slot, uint64_t key, bool hard) {
-    Need need = need_of_anchor(slot, key, hard);
+  // Items need rows before their anchor, too, as far as `history` says; the last rows of a stream may be such of one
+  // that is to come. And rows behind it: those are needed anyhow as long as the anchor lies at the cursor or beyond it,
+  // where one that was kept does not lie.
+  Need need_of_row(uint64_t slot, bool hard) {
+    Need need = need_of_anchor(slot, hard);
+    uint64_t at = slot;
     for (uint32_t k = 0; need == Need::kNone && k < view_.history; k++) {
-      slot = streams_.next(slot);
-      if (slot == kNoSlot) break;
-      need = need_of_anchor(slot, memory_.at(slot) - 1, hard);
+      const uint64_t next = streams_.next(at);
+      if (next == kNoSlot) {
+        if (!ends(at) && goes_on(at, hard)) need = Need::kUnfinished;
+        break;
+      }
+      need = need_of_anchor(at = next, hard);
+    }
+    at = slot;
+    for (uint32_t k = 0; need == Need::kNone && k < view_.span && (at = streams_.prev(at)) != kNoSlot; k++) {
+      if (!places_.is_kept(at)) break;
+      need = need_of_anchor(at, hard);
     }
     return need;
   }
 
-  Need need_of_anchor(uint64_t slot, uint64_t key, bool hard) {
+  Need need_of_anchor(uint64_t slot, bool hard) {
     if (tree_.leaf(static_cast<int64_t>(slot)) > 0) return Need::kToDraw;
     const Claim claim = claims_.of(slot);
     if (claim.holder()) return Need::kHeld;
-    return claim.draws() == 0 && view_.linked() && may_be_completed(slot, key, hard) ? Need::kUnfinished : Need::kNone;
+    return claim.draws() == 0 && view_.linked() && may_be_completed(slot, hard) ? Need::kUnfinished : Need::kNone;
   }
 
-  bool may_be_completed(uint64_t slot, uint64_t key, bool hard) {
+  bool may_be_completed(uint64_t slot, bool hard) {
+    const uint64_t key = memory_.at(slot) - 1;
     RowFacts row;
     if (!streams_.facts_of(slot, row) || !streams_.is_anchor(row.step) || is_discarded(memory_, slot)) return false;
     uint64_t last = slot;
@@ -151,6 +206,7 @@ class QueueRoom {
   const View& view_;
   PriorityTree tree_;
   Claims claims_;
+  Places places_;
   Streams streams_;
   // Key + 1 of the last row of a stream whose writer was found to be dead; and of one whose death counts.
   uint64_t seen_dead_ = 0, confirmed_dead_ = 0;

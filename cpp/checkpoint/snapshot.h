@@ -94,7 +94,7 @@ class Snapshot {
       const Claim claim = claims.of(slot);
       float& leaf = leaf_[slot - first];
       if (claim.holder() && claim.draws() != Claim::kMostDraws) leaf = 1;  // it comes again where it is loaded
-      if (leaf > 0) leaf += static_cast<float>(claim.draws());
+      if (leaf > 0) leaf = 1 + static_cast<float>(claim.draws());
       if (leaf == 0 && !claim.is_untouched()) done_[slot - first] = kDiscarded;
     }
   }

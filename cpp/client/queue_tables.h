@@ -45,10 +45,10 @@ class QueueTables {
     if (!header_.sampler.makes_writers_wait() ||
         header_.head.load(std::memory_order_relaxed) < header_.ticket_limit.load(std::memory_order_relaxed))
       return {};
-    const uint64_t key = load(header_.needed_from), slot = key % layout_.capacity, at = at_of(slot);
-    const auto signed_key = static_cast<int64_t>(key);
-    if (at > key + 1) return {};  // it is overwritten by now
-    if (at < key + 1) return {Need::kUnwritten, signed_key, pid_of_writing(slot, key)};
+    const uint64_t key = load(header_.needed_from), slot = key % layout_.capacity, place1 = place1_of(slot);
+    if (place1 > key + 1) return {};  // it is overwritten by now
+    if (place1 < key + 1) return {Need::kUnwritten, static_cast<int64_t>(key), pid_of_writing(slot, key)};
+    const auto signed_key = static_cast<int64_t>(at_of(slot)) - 1;
     std::optional<uint64_t> row = slot;
     for (uint32_t k = 0; row && k <= layout_.view.history; k++, row = next(*row)) {
       if (leaf(*row) > 0) return {Need::kToDraw, signed_key, 0};
@@ -57,13 +57,18 @@ class QueueTables {
     return {Need::kUnfinished, signed_key, pid_of_episode(slot)};
   }
 
-  // Milliseconds since the oldest item came that can be drawn. O(rows between the oldest that is needed and that one).
+  // Milliseconds since the item came that waits longest to be drawn. O(rows from the oldest that is needed on).
   std::optional<uint32_t> oldest_age() const {
     const uint64_t absorbed = load(header_.absorbed), capacity = layout_.capacity;
     uint64_t key = std::max(load(header_.needed_from), absorbed > capacity ? absorbed - capacity : 0);
+    const uint32_t now = Claims::millis();
+    std::optional<uint32_t> oldest;
     for (; key < absorbed; key++)
-      if (leaf(key % capacity) > 0) return Claims::millis() - load((&of<uint32_t>(layout_.arrivals))[key % capacity]);
-    return {};
+      if (leaf(key % capacity) > 0) {
+        const uint32_t age = now - load((&of<uint32_t>(layout_.arrivals))[key % capacity]);
+        oldest = std::max(oldest.value_or(0), age);
+      }
+    return oldest;
   }
 
  private:
@@ -77,6 +82,11 @@ class QueueTables {
   }
 
   uint64_t at_of(uint64_t slot) const { return load((&of<uint64_t>(layout_.at))[slot]); }
+  // As Places::place1().
+  uint64_t place1_of(uint64_t slot) const {
+    const uint64_t at = at_of(slot);
+    return at ? at + load((&of<uint32_t>(layout_.turns))[slot]) * layout_.capacity : 0;
+  }
   Claim claim(uint64_t slot) const { return {load((&of<uint64_t>(layout_.claims))[slot])}; }
   float leaf(uint64_t slot) const {
     return std::bit_cast<float>(load((&of<uint32_t>(layout_.tree + PriorityTree::kLeavesOffset))[slot]));

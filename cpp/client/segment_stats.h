@@ -13,12 +13,7 @@ namespace torchreplay {
 inline std::optional<uint64_t> oldest_of_queue(SegmentMemory& m) {
   const PriorityTree tree = m.tree();
   if (!Claims::are_kept(m.header()) || tree.count() == 0) return {};
-  const uint64_t before = tree.sum_before(static_cast<int64_t>(m.slot_of(m.header().absorbed)));
-  const uint64_t target = before < tree.total() ? before : 0;
-  int64_t slot;
-  float leaf;
-  tree.find(&target, 1, &slot, &leaf);
-  return static_cast<uint64_t>(slot);
+  return OldestItems::oldest(m, tree);
 }
 
 // Times are in ns, as of `now` by machine_ns(); 0: it never was.

@@ -298,7 +298,7 @@ class BatchSampler {
     // Once a turn at the least: what is overwritten unseen never counts. And where writers have to stop.
     uint64_t wake_at = h.absorbed + std::min(missing, memory_.capacity()) - 1;
     if (is_queue_) {
-      publish_limit(memory_);
+      publish_limit(memory_, true);
       wake_at = std::min(wake_at, std::max(h.absorbed + 1, h.ticket_limit.load(std::memory_order_relaxed)) - 1);
     }
     // Before writers are admitted: one on another processor is done before the next line, and then sleeps.

@@ -11,8 +11,8 @@
 
 namespace torchreplay {
 
-// Runs under the segment's mutex. All leaves are 1 or 0. So the sum of those before a slot is the rank of its item, and
-// the tree finds an item by its rank.
+// Runs under the segment's mutex. Leaves are 1, and the tree finds an item by its rank. Those of items that were kept
+// for another turn are tiny: these come first, by their keys.
 class OldestItems {
  public:
   OldestItems(SegmentMemory& m, Drawing& drawing)
@@ -38,9 +38,9 @@ class OldestItems {
     if (!header_.sampler.window || !all) return all;
     const uint64_t end = QueueRoom(memory_).settled_below() + header_.sampler.window;
     if (end >= header_.absorbed) return all;
-    const uint64_t from = tree_.sum_before(static_cast<int64_t>(oldest_slot()));
-    const uint64_t to = tree_.sum_before(static_cast<int64_t>(memory_.slot_of(end)));
-    return (to >= from ? to - from : tree_.total() - from + to) / tree_.quantize(1);
+    const Ranks ranks(tree_);
+    const uint64_t from = ranks.before(oldest_slot(memory_)), to = ranks.before(memory_.slot_of(end));
+    return ranks.tiny() + (to >= from ? to - from : ranks.count() - from + to);
   }
 
   // Items missing for that.
@@ -63,21 +63,17 @@ class OldestItems {
     const size_t first = drawing_.items.size();
     const uint64_t many = std::min(static_cast<uint64_t>(n) - first, available());
     if (many) {
-      const uint64_t unit = tree_.quantize(1), total = tree_.total();
-      const uint64_t before = tree_.sum_before(static_cast<int64_t>(oldest_slot()));
-      drawing_.target.resize(many);
-      for (uint64_t rank = 0; rank < many; rank++) {
-        const uint64_t target = before + rank * unit;
-        drawing_.target[rank] = target < total ? target : target - total;
-      }
-      drawing_.find(tree_, &memory_.at(0));
+      const std::vector<int64_t> kept = kept_items(memory_, tree_, many);
+      find_in_order(many - kept.size());
+      drawing_.index.insert(drawing_.index.begin(), kept.begin(), kept.end());
       DrawnItems drawn(memory_);
       for (const int64_t index : drawing_.index) {
         const auto slot = static_cast<uint64_t>(index);
         drawn.mark(slot);
         drawing_.items.push_back({slot, memory_.at(slot), 1, 1, 1, 1, 0});
       }
-      take();
+      std::ranges::sort(drawing_.index);
+      claims_.take(drawing_.index.data(), static_cast<int>(drawing_.index.size()), memory_.presence());
     }
     drawing_.todo = numbers_below(drawing_.items.size());
   }
@@ -85,21 +81,48 @@ class OldestItems {
   // They are in their places again.
   void give_back(const std::vector<int64_t>& keys) { claims_.release(keys, memory_.presence()); }
 
+  // The slot of the oldest item that can be drawn; it is there.
+  static uint64_t oldest(SegmentMemory& m, const PriorityTree& tree) {
+    if (const auto kept = kept_items(m, tree, 1); !kept.empty()) return static_cast<uint64_t>(kept.front());
+    const Ranks ranks(tree);
+    const uint64_t before = ranks.before(oldest_slot(m)), target = ranks.target(before < ranks.count() ? before : 0);
+    int64_t slot;
+    float leaf;
+    tree.find(&target, 1, &slot, &leaf);
+    return static_cast<uint64_t>(slot);
+  }
+
  private:
   static uint64_t least(int n, const DrawRules& rules) {
     return static_cast<uint64_t>(rules.at_least ? rules.at_least : n);
   }
 
-  // Where the oldest row lies that the ring can hold: from there on slots are in the order of their keys.
-  uint64_t oldest_slot() const { return memory_.slot_of(header_.absorbed); }
+  // Where the oldest row lies that was not kept: from there on slots of such rows are in the order of their keys.
+  static uint64_t oldest_slot(const SegmentMemory& m) { return m.slot_of(m.header().absorbed); }
 
-  // Slots ascend from the oldest to the end of the ring, and again from its start.
-  void take() {
-    const std::vector<int64_t>& slots = drawing_.index;
-    const auto start = std::ranges::is_sorted_until(slots);
-    const auto first = static_cast<int>(start - slots.begin());
-    claims_.take(slots.data(), first, memory_.presence());
-    claims_.take(slots.data() + first, static_cast<int>(slots.size()) - first, memory_.presence());
+  // Slots of items that were kept, of the lowest keys, ascending; at most so many. O(capacity), but O(1) if there are
+  // none.
+  static std::vector<int64_t> kept_items(const SegmentMemory& m, const PriorityTree& tree, uint64_t most) {
+    std::vector<int64_t> slots;
+    if (const uint64_t tiny = Ranks(tree).tiny()) {
+      slots.reserve(tiny);
+      for (uint64_t slot = 0; slot < m.capacity(); slot++)
+        if (tree.leaf(static_cast<int64_t>(slot)) == Places::kKept) slots.push_back(static_cast<int64_t>(slot));
+      std::ranges::sort(slots, {}, [&](int64_t slot) { return m.at(static_cast<uint64_t>(slot)); });
+      if (slots.size() > most) slots.resize(most);
+    }
+    return slots;
+  }
+
+  // Fills drawing.index with the oldest `n` of those that were not.
+  void find_in_order(uint64_t n) {
+    const Ranks ranks(tree_);
+    drawing_.target.resize(n);
+    if (n == 0) return drawing_.index.clear();
+    const uint64_t before = ranks.before(oldest_slot(memory_)), all = ranks.count();
+    for (uint64_t k = 0; k < n; k++)
+      drawing_.target[k] = ranks.target(before + k < all ? before + k : before + k - all);
+    drawing_.find(tree_, &memory_.at(0));
   }
 
   SegmentMemory& memory_;

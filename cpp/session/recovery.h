@@ -21,7 +21,8 @@ class Recovery {
         pending_(m),
         streams_(m),
         claims_(m),
-        counts_(m) {}
+        counts_(m),
+        places_(m) {}
 
   // `grid`: of the leaves that are there, if another buffer had the same.
   void run(const PriorityTree::GridState* grid = nullptr) {
@@ -29,6 +30,7 @@ class Recovery {
     TORCHREPLAY_FAULT("recover.begun");
     RowRewriter(memory_).finish();
     TORCHREPLAY_FAULT("recover.rewritten");
+    if (is_queue()) places_.repair(header_.head.load(std::memory_order_acquire));
     if (header_.dirty == Dirty::kSlots) {
       pending_.recount();
       tree_.rebuild_largest();
@@ -90,6 +92,9 @@ class Recovery {
       if (!placed) tree_.leaves()[slot] = 0;
       kill_fence();
       memory_.at(slot) = placed ? slot_word::key1(word) : 0;
+      if (!is_queue()) return;
+      places_.begin_at_newest(slot, header_.import_head);
+      if (tree_.leaf(static_cast<int64_t>(slot)) > 0) tree_.leaves()[slot] = places_.leaf(slot);
     });
     TORCHREPLAY_FAULT("import.seen");
     void_empty_slots(header_.import_head);
@@ -215,14 +220,16 @@ class Recovery {
       if (at != key1) {
         tree_.leaves()[slot] = 0;
         if (is_queue()) claims_.begin(slot, word);
+        if (is_queue()) places_.begin(slot);
         if (counts_draws()) counts_.begin(slot);
         kill_fence();
         at = key1;
       }
       header_.rows += key1 != 0;
       const uint64_t newest1 = slot < head ? head - (head - 1 - slot) % memory_.capacity() : 0;
-      pending_.assign(
-          slot, slot_word::is_busy(word) || (slot_word::is_row(word) && !is_row) || slot_word::key1(word) < newest1);
+      const bool kept = is_queue() && places_.place1(slot) >= newest1;
+      pending_.assign(slot, slot_word::is_busy(word) || (slot_word::is_row(word) && !is_row) ||
+                                (slot_word::key1(word) < newest1 && !kept));
     });
   }
 
@@ -275,7 +282,7 @@ class Recovery {
       if (!complete[anchor] || tree_.leaf(index) > 0) return;
       drawn_.clear(anchor);
       if (is_queue()) claims_.arrive(anchor);
-      tree_.leaves()[anchor] = initial_.of(priority);
+      tree_.leaves()[anchor] = is_queue() ? places_.leaf(anchor) : initial_.of(priority);
       tree_.note_largest(index, 0);
       header_.inserted++;
       header_.completed_at = head;
@@ -313,6 +320,7 @@ class Recovery {
   Streams streams_;
   Claims claims_;
   DrawCounts counts_;
+  Places places_;
 };
 
 }  // namespace torchreplay

@@ -83,6 +83,7 @@ class Examination {
   void check_leaf(uint64_t slot) const {
     const float leaf = tree_.leaf(static_cast<int64_t>(slot));
     const bool known = header_.sampler.prioritized ? leaf == PriorityTree::clamp(leaf)
+                       : Claims::are_kept(header_) ? leaf == 0 || leaf == Places::kInOrder || leaf == Places::kKept
                        : Epochs::are_kept(header_) ? leaf == 0 || leaf == Epochs::kDue || leaf == Epochs::kDrawn
                                                    : leaf == 0 || leaf == 1;
     require_intact(known, "priority of row " + std::to_string(slot));
@@ -109,7 +110,10 @@ inline uint64_t settle(SegmentMemory& m) {
     word.store(slot_word::voided(slot_word::key1(was) - 1), std::memory_order_relaxed);
     dropped++;
   }
-  if (Claims::are_kept(h)) Claims(m).release_all();
+  if (Claims::are_kept(h)) {
+    for (uint64_t slot = 0; slot < m.capacity(); slot++) Places(m).begin_at_newest(slot, h.head.load());
+    Claims(m).release_all();
+  }
   std::memset(m.pending_words(), 0, m.layout().tree - m.layout().pending);  // recovery marks what it finds
   h.pending = 0;
   Recovery(m).run();

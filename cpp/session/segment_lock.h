@@ -249,13 +249,14 @@ class SegmentLock {
 };
 
 // After a change of what learners drew or hold: shows writers how far they may go, and wakes those that wait.
-inline void publish_limit(SegmentMemory& m) {
+// `starved`: a learner waits for items of a queue.
+inline void publish_limit(SegmentMemory& m, bool starved = false) {
   Header& h = m.header();
   if (h.admits_by_hand.load(std::memory_order_relaxed)) return;
   const uint64_t before = h.ticket_limit.load(std::memory_order_relaxed);
   if (h.sampler.makes_writers_wait()) {
     // While rows are restored nobody knows which are needed.
-    if (!h.importer) h.ticket_limit.store(std::min(kMaxKeys, QueueRoom(m).limit()), std::memory_order_relaxed);
+    if (!h.importer) h.ticket_limit.store(std::min(kMaxKeys, QueueRoom(m).limit(starved)), std::memory_order_relaxed);
   } else {
     // Half a turn, and what two writers may add to it. While rows are restored nobody looks.
     const uint64_t unseen = h.importer ? kMaxKeys : std::max<uint64_t>(1, m.capacity() / 2);

@@ -279,7 +279,8 @@ def episodes(writer, numbers, length):
 def test_items_of_several_rows_come_once_and_in_order(view, capacity):
     everything = tr.ReplayBuffer(STEPS, 1000, view=view)
     episodes(everything.writer(), 20, 13)
-    expected = torch.sort(everything.keys()).values.tolist()
+    expected = everything.gather(torch.sort(everything.keys()).values)
+    count = len(expected["key"])
     with queue(capacity, view=view, spec=STEPS) as buffer:
 
         def write():
@@ -291,11 +292,12 @@ def test_items_of_several_rows_come_once_and_in_order(view, capacity):
         got = []
         for batch in tr.ReplayDataset(buffer, 3):
             got += batch["key"].tolist()
-            again = everything.gather(batch["key"])
-            for name in ("obs", "action", "reward"):
-                assert torch.equal(batch[name], again[name]), name
+            for name in ("obs", "action", "reward"):  # an item that was held longer moves the keys of others, not its own
+                part = expected[name][len(got) - len(batch["key"]) : len(got)]
+                assert torch.equal(batch[name], part), name
         thread.join()
-        assert got == expected
+        assert len(got) == count
+        assert got == sorted(set(got))
 
 
 def test_an_item_that_is_late_is_the_first_as_soon_as_it_is_complete():
@@ -546,3 +548,83 @@ def test_a_large_queue_turns_many_times_and_stays_exact():
                 assert values(buffer.sample(m)) == list(range(drawn, drawn + m))
                 buffer.commit()
                 drawn += m
+
+
+def step(writer, number, **flags):
+    ends = {"terminated": False, "truncated": False} | flags
+    writer.step(obs=number, action=number, reward=0.0, **ends)
+
+
+@pytest.mark.parametrize("view", [tr.Transitions(), tr.Transitions(n_step=3), tr.Sequences(length=4)], ids=str)
+def test_a_slow_episode_stops_nobody_and_comes_first_when_it_is_complete(view):
+    with queue(40, view=view, spec=STEPS) as buffer, buffer.writer() as slow, buffer.writer() as fast:
+        slow.reset(obs=1000)
+        step(slow, 1001)
+        fast.reset(obs=0)
+        got = []
+        for number in range(1, 400):  # ten turns of the ring
+            step(fast, number)
+            if buffer.num_items >= 4:
+                batch = buffer.sample(4)
+                got += batch["key"].tolist()
+        for number in range(1002, 1006):
+            step(slow, number)
+        batch = buffer.sample(1)
+        first = batch["obs"].flatten()[0].item() if view == tr.Sequences(length=4) else batch["obs"].item()
+        assert first == (1001 if view == tr.Transitions() else 1000)  # that was complete at once
+        assert got == sorted(got)
+        assert len(set(got)) == len(got)
+        assert len(got) >= 390 // (4 if view == tr.Sequences(length=4) else 1) - 8
+
+
+def test_a_learner_that_holds_its_batch_stops_nobody_and_gives_it_back_in_its_place():
+    with queue(20, items=20) as buffer:
+        with pytest.raises(RuntimeError, match="enough"), buffer.claim(5) as held:
+            assert values(held) == list(range(5))
+            for number in range(20, 100, 5):
+                batch = buffer.sample(5)
+                assert values(batch) == list(range(number - 15, number - 10))
+                buffer.commit(batch)
+                buffer.extend(x=np.arange(number, number + 5))
+            raise RuntimeError("enough")
+        assert values(buffer.sample(3)) == [0, 1, 2]
+        assert values(buffer.sample(4)) == [3, 4, 85, 86]
+        assert values(buffer.sample(13)) == list(range(87, 100))
+        buffer.commit()
+        buffer.extend(x=np.arange(100, 120))
+        assert values(buffer.sample(20)) == list(range(100, 120))
+
+
+def test_rows_that_were_kept_come_back_from_a_file_and_from_a_checkpoint(tmp_path):
+    path = tmp_path / "queue.replay"
+    with tr.ReplayBuffer(SPEC, 20, sampler=tr.Fifo(), path=path) as buffer:
+        buffer.extend(x=np.arange(20))
+        held = buffer.sample(5, at_least=5)
+        buffer.commit(held["key"][1:4])  # 0 and 4 are held
+        thread_got = []
+
+        def others():
+            for number in range(20, 50, 5):
+                batch = buffer.sample(5)
+                thread_got.extend(values(batch))
+                buffer.commit(batch)
+                buffer.extend(x=np.arange(number, number + 5))
+
+        thread = threading.Thread(target=others)
+        thread.start()
+        thread.join()
+        assert thread_got == list(range(5, 35))
+        buffer.save(tmp_path / "saved")
+    left = [0, 4, *range(35, 50)]
+    with tr.ReplayBuffer.load(tmp_path / "saved") as loaded:
+        assert values(loaded.sample(17)) == left
+        loaded.extend(x=np.arange(100, 103))
+        loaded.commit()
+        loaded.extend(x=np.arange(103, 120))
+        assert values(loaded.sample(20)) == list(range(100, 120))
+    with tr.ReplayBuffer.open(path) as opened:
+        assert values(opened.sample(17)) == left
+        opened.extend(x=np.arange(100, 103))
+        opened.commit()
+        opened.extend(x=np.arange(103, 120))
+        assert values(opened.sample(20)) == list(range(100, 120))

@@ -86,7 +86,7 @@ def test_a_writer_without_room_says_how_many_items_wait_for_a_learner():
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_writer_behind_an_unfinished_episode_names_its_writer(stopped):
     begun = shared_counters(1)
-    buffer = tr.ReplayBuffer(STEPS, 20, view=tr.Transitions(), sampler=tr.Fifo(commit="manual"))
+    buffer = tr.ReplayBuffer(STEPS, 20, view=tr.Transitions(), sampler=tr.Fifo(commit="manual", window=1.0))
     with buffer, Forked(begin_episode, buffer, begun) as other:
         eventually(lambda: begun[0])
         if stopped:

@@ -9,6 +9,7 @@
  *   LEARNERS       1 or 2, each takes up to BATCH items at a time. MAXDRAWS: how often an item is handed out
  *   RELEASES       batches that are given back instead of committed. POLLS: looks that nothing has called for, of each
  *   STAY           writers stay when they have written all; else they go, or stay
+ *   STARVED        rows of items that are to be drawn are kept, too
  *   LAZY           learners do not look for the dead each time
  *   WKILL          writers may be killed between any two steps. Writer 3 takes the first id that becomes free
  *   LKILL          whoever has the mutex may be killed between any two stores
@@ -16,7 +17,7 @@
  * and every naive variant is a flag by itself.
  */
 #define NO     255
-#if SPAN && !defined(NOKEEP)
+#ifndef NOKEEP
 #define KEEPS  1
 #else
 #define KEEPS  0
@@ -126,7 +127,7 @@ inline evict(slot) {
   retire(slot);
 #if SPAN
   if :: prev[slot] != NO -> retire(prev[slot]) :: else fi;
-  if :: prev[slot] != NO -> next[prev[slot]] = NO :: else fi;
+  if :: prev[slot] != NO -> claim[prev[slot]] = claim[prev[slot]] | 16; next[prev[slot]] = NO :: else fi;
   if :: next[slot] != NO -> prev[next[slot]] = NO :: else fi;
   atomic { prev[slot] = NO; next[slot] = NO };
 #endif
@@ -246,6 +247,34 @@ inline absorb() {
 #define NEEDED(s)      (TO_COME(s) || UNFINISHED(s) || (prev[s] != NO && TO_COME(prev[s])))
 #endif
 
+/* Nobody can say when a row like this is done with: its stream may go on, or somebody has its item. */
+#ifdef STARVED
+#define WAITS_LONG(s)  1
+#elif SPAN
+#define WAITS_LONG(s)  (UNFINISHED(s) || HOLDER(claim[s]) || (prev[s] != NO && HOLDER(claim[prev[s]])))
+#else
+#define WAITS_LONG(s)  HOLDER(claim[s])
+#endif
+
+/* ok = 1: after the rows at needed_from that wait long comes one that is not needed, in the same turn. */
+inline find_room() {
+  d_step {
+    ok = 0; k = needed_from;
+    do
+    :: k < absorbed && k < needed_from + CAP ->
+       i = k % CAP;
+       if
+       :: at[i] && place[i] == k + 1 && NEEDED(i) && WAITS_LONG(i) -> k++
+       :: at[i] && place[i] == k + 1 && NEEDED(i) && !WAITS_LONG(i) -> break
+       :: !at[i] && (BUSY(word[i]) || LIVE(word[i])) && KEY1(word[i]) == k + 1 -> break
+       :: else -> ok = (k > needed_from); break
+       fi
+    :: else -> break
+    od;
+    k = 0; i = 0
+  }
+}
+
 /* ok = 1: a row that stands for ticket needed_from, if there is one, is needed, or may come. */
 inline judge_need() {
   atomic {
@@ -309,15 +338,15 @@ inline advance() {
   :: needed_from < absorbed ->
      judge_need();
      if
+     :: ok ->
+        ok = 0;
 #if KEEPS
-     :: (ok && hard && head == needed_from + CAP && head < MAXT && ROOM_IS_WANTED && place[needed_from % CAP] == needed_from + 1
-        && UNFINISHED(needed_from % CAP)) -> keep()
-     :: else ->
-        if :: ok -> ok = 0; break :: else -> needed_from++ fi
+        if :: hard && head == needed_from + CAP && head < MAXT && ROOM_IS_WANTED -> find_room() :: else fi;
+        if :: ok -> ok = 0; keep() :: else -> break fi
 #else
-     :: ok -> ok = 0; break
-     :: else -> needed_from++
+        break
 #endif
+     :: else -> needed_from++
      fi
   :: else -> break
   od;

@@ -627,6 +627,74 @@ class Queue(Scene):
             assert self.has_room(buffer), "room was lost"
 
 
+class SlowEpisode(Scene):
+    """A process turns the ring of a queue, beside a batch that is held and an episode that goes on slowly."""
+
+    CAPACITY, SLOW, FAST, LENGTH = 16, 3, 8, 4
+    STEPS = SLOW + FAST * LENGTH
+
+    def __init__(self, name):
+        flag = tr.Field((), torch.bool)
+        steps = {"obs": tr.Field((), "int64"), "reward": tr.Field(), "terminated": flag, "truncated": flag}
+        view = tr.Transitions(n_step=2)
+        self.buffer = tr.ReplayBuffer(steps, self.CAPACITY, view=view, sampler=tr.Fifo())
+        self.written, self.came = shared_counters(self.STEPS), shared_counters(self.STEPS)
+
+    def step(self, writer, number, ends):
+        writer.step(obs=number + 1, reward=0.0, terminated=ends, truncated=False)
+        self.written[number] = 1
+
+    def write_episode(self, writer, episode):
+        first = self.SLOW + episode * self.LENGTH
+        writer.reset(obs=first)
+        for k in range(self.LENGTH):
+            self.step(writer, first + k, k == self.LENGTH - 1)
+
+    def draw(self):
+        while self.buffer.num_items > 1:
+            batch = self.buffer.sample(4, at_least=1)
+            for number in batch["obs"].tolist():
+                self.came[number] += 1
+
+    def work(self):
+        with self.buffer.writer() as slow, self.buffer.writer() as fast:
+            slow.reset(obs=0)
+            self.step(slow, 0, False)
+            self.write_episode(fast, 0)
+            with self.buffer.claim(1) as held:
+                for episode in range(1, self.FAST):
+                    self.write_episode(fast, episode)
+                    self.draw()
+                self.came[held["obs"].item()] += 1
+            for number in range(1, self.SLOW):
+                self.step(slow, number, number == self.SLOW - 1)
+            self.draw()
+        self.buffer.commit()
+
+    def perform(self, start):
+        with start(self.work) as process:
+            return process.wait()
+
+    def check(self):
+        def draw_all():
+            while self.buffer.num_items:
+                for number in self.buffer.sample(4, at_least=1)["obs"].tolist():
+                    self.came[number] += 1
+            self.buffer.commit()
+
+        draw_all()
+        with self.buffer.writer() as writer:
+            for _ in range(self.CAPACITY):  # no room is lost; and who draws gives back what the dead held
+                writer.reset(obs=self.STEPS - 1)
+                self.step(writer, self.STEPS - 1, True)
+                draw_all()
+        ends = {self.SLOW - 1, *range(self.SLOW + self.LENGTH - 1, self.STEPS, self.LENGTH)}
+        for number in range(self.STEPS):
+            complete = self.written[number] and (number in ends or self.written[number + 1])
+            assert self.came[number] >= bool(complete), f"item {number} was lost"
+        assert (self.buffer.num_items, self.buffer.stats().held_items) == (0, 0)
+
+
 OF_ROWS = {
     "in a sound buffer": Scene,
     "in changes of the grid": ChangesOfTheGrid,
@@ -652,6 +720,7 @@ OF_ROWS = {
     "in epochs": Epochs,
     "in draws that are counted": DrawCounts,
     "in queues": Queue,
+    "beside a slow episode in a queue": SlowEpisode,
 }
 OF_TRAJECTORIES = {
     **dict(itertools.islice(OF_ROWS.items(), 16)),

@@ -33,8 +33,8 @@ from torchreplay.segment.waits import logger
 from torchreplay.validation import checked_int, checked_kind, checked_name
 
 MAX_CAPACITY = 1 << 31
-MAX_OF_EPOCHS = 1 << 30
-"""Rows of a buffer that is drawn from without replacement."""
+MAX_RANKED = 1 << 30
+"""Rows of a buffer whose items are found by their ranks: a queue, and draws without replacement."""
 ROLES: dict[str, tuple[Any, ...]] = {
     "sampler": SAMPLERS,
     "view": VIEWS,
@@ -130,8 +130,10 @@ class Config:
         if self.capacity < rows:
             raise ValueError(f"capacity is {self.capacity}: one item of {self.view} takes {rows} rows")
         self.view.roles(self.fields)
-        if keeps_epochs(self.sampler) and self.capacity > MAX_OF_EPOCHS:
-            raise ValueError(f"capacity is {self.capacity}: draws without replacement take at most {MAX_OF_EPOCHS:,}")
+        by_rank = keeps_epochs(self.sampler) or isinstance(self.sampler, Fifo)
+        if by_rank and self.capacity > MAX_RANKED:
+            what = "queues" if isinstance(self.sampler, Fifo) else "draws without replacement"
+            raise ValueError(f"capacity is {self.capacity}: {what} take at most {MAX_RANKED:,}")
         if isinstance(self.sampler, Fifo):
             if isinstance(self.view, Hindsight):
                 raise ValueError(
