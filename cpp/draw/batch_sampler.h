@@ -356,7 +356,7 @@ class BatchSampler {
       const auto key = static_cast<uint64_t>(keys[i]);
       const uint64_t slot = memory_.slot_of(key);
       const float leaf = tree.leaf(static_cast<int64_t>(slot));
-      const bool used_up = again && counts_draws_ && counts_.is_used_up(slot);
+      const bool used_up = again && counts_draws_ && counts_.is_used_up(slot) && !is_discarded(memory_, slot);
       const bool is_there = leaf > 0 || used_up || (is_queue_ && Claims(memory_).of(slot).holder());
       if (memory_.at(slot) != key + 1 || !is_there) continue;
       drawing_.items.push_back({slot, key + 1, mass_of(tree, leaf), total_of(tree), min_mass, tree.count(),

@@ -320,3 +320,15 @@ def test_the_items_of_a_mix_go_back_when_another_buffer_has_none(kind):
         with pytest.raises(tr.WouldBlockForever):
             next(stream)
         assert came + drain(plenty, 4) == dict.fromkeys(range(16), 1)
+
+
+def test_what_was_drawn_ahead_and_discarded_since_is_not_handed_out_by_a_state():
+    with filled(8, tr.Uniform(max_draws=1)) as buffer:
+        batch = buffer.sample(8)
+        buffer.discard(batch["key"])
+        ahead = {"step": 0, "drawn_from": [8.0, 8, 1.0, 0.0]}
+        ahead |= {name: batch[name] for name in ("key", "weight", "probability")}
+        dataset = tr.ReplayDataset(buffer, 8)
+        dataset.load_state_dict({"draws": 0, "position": 0, "drawn": [ahead]})
+        with pytest.raises(tr.WouldBlockForever):
+            next(iter(dataset))
