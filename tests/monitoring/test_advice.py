@@ -396,3 +396,14 @@ def test_a_queue_that_is_well():
 
     with look_at(buffer) as live:
         assert said(after(live, work)) == {}
+
+
+@pytest.mark.parametrize(("waited", "is_said"), [(4.0, False), (8.0, True)])
+def test_a_wait_for_room_in_a_queue_that_is_over_is_not_told(waited, is_said):
+    buffer = queue()
+    write(buffer, 100)
+    with look_at(buffer) as live:
+        now, timeline = live.snapshot(), Timeline()
+        for ago, wait in ((10.0, 0.0), (6.0, 4.0), (0.0, waited)):
+            timeline.add(replace(now, time=now.time - ago, insert_wait=wait))
+        assert ("held back" in said(Findings(live, timeline))) == is_said

@@ -242,7 +242,8 @@ def _held_back(findings: Findings) -> Iterator[Advice]:
             "note",
         )
     elif findings.now.queue is not None:
-        if findings.buffer.fill(findings.now) < findings.buffer.capacity / 2:
+        has_room = findings.buffer.fill(findings.now) < findings.buffer.capacity / 2
+        if has_room or findings.timeline.insert_wait_share() < WAITING:
             return  # what they waited for has come
         yield Advice("held back", f"Explorers wait {_percent(share)} of their time for room: {_full(findings)}")
     else:
