@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from torchreplay.plots import LIGHT, style
 
-COLORS = (LIGHT.main, LIGHT.other, LIGHT.alarm, LIGHT.muted)
+COLORS = (LIGHT.main, LIGHT.other, LIGHT.alarm, LIGHT.muted, "#16a34a")
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Args:
     """Draws the mean returns of one or several runs over learner steps."""
 
     files: tyro.conf.Positional[tuple[Path, ...]]
-    """what runs have printed: JSON lines with step and mean_return; at most four"""
+    """what runs have printed: JSON lines with step and mean_return; at most five"""
     to: Path
     """file for the picture"""
     title: str = ""
@@ -52,7 +52,7 @@ def main(args: Args) -> None:
             steps, returns = [line["step"] for line in lines], [line["mean_return"] for line in lines]
             axes.plot(steps, returns, color=color, marker="o", markersize=4, label=path.stem)
         axes.set_xlim(left=0)
-        figure.legend(loc="outside lower center", ncols=5, fontsize=8.5)
+        figure.legend(loc="outside lower center", ncols=6, fontsize=8.5)
         figure.savefig(args.to)
 
 

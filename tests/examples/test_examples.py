@@ -25,11 +25,13 @@ NAMES = [
     "dqn",
     "dqn_atari",
     "her",
+    "impala",
     "multi_agent",
     "offline",
+    "ppo",
 ]
 NAMES += ["r2d2", "sac_continuous", "sb3"]
-CARTPOLE = ["apex", "apex_cartpole", "cluster", "ddp", "dqn"]
+CARTPOLE = ["apex", "apex_cartpole", "cluster", "ddp", "dqn", "impala", "ppo"]
 NEEDS = {"apex_cartpole": ["ray", "pytorch_lightning"], "cluster": ["ray"], "ddp": ["pytorch_lightning"]}
 NEEDS |= {"dqn_atari": ["ale_py"], "multi_agent": ["pettingzoo"], "offline": ["h5py"], "sb3": ["stable_baselines3"]}
 
