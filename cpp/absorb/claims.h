@@ -238,6 +238,7 @@ class Claims {
 
   void take_keys(const std::vector<int64_t>& keys, uint32_t presence) {
     std::vector<int64_t> slots;
+    slots.reserve(keys.size());
     for (const int64_t key : keys) slots.push_back(static_cast<int64_t>(memory_.slot_of(static_cast<uint64_t>(key))));
     std::ranges::sort(slots);
     slots.erase(std::ranges::unique(slots).begin(), slots.end());

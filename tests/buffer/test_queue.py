@@ -292,7 +292,7 @@ def test_items_of_several_rows_come_once_and_in_order(view, capacity):
         got = []
         for batch in tr.ReplayDataset(buffer, 3):
             got += batch["key"].tolist()
-            for name in ("obs", "action", "reward"):  # an item that was held longer moves the keys of others, not its own
+            for name in ("obs", "action", "reward"):  # keys may differ: rows that are held take tickets
                 part = expected[name][len(got) - len(batch["key"]) : len(got)]
                 assert torch.equal(batch[name], part), name
         thread.join()
@@ -579,14 +579,14 @@ def test_a_slow_episode_stops_nobody_and_comes_first_when_it_is_complete(view):
 
 def test_a_learner_that_holds_its_batch_stops_nobody_and_gives_it_back_in_its_place():
     with queue(20, items=20) as buffer:
-        with pytest.raises(RuntimeError, match="enough"), buffer.claim(5) as held:
+        with buffer.claim(5) as held:
             assert values(held) == list(range(5))
             for number in range(20, 100, 5):
                 batch = buffer.sample(5)
                 assert values(batch) == list(range(number - 15, number - 10))
                 buffer.commit(batch)
                 buffer.extend(x=np.arange(number, number + 5))
-            raise RuntimeError("enough")
+            buffer.release(held)
         assert values(buffer.sample(3)) == [0, 1, 2]
         assert values(buffer.sample(4)) == [3, 4, 85, 86]
         assert values(buffer.sample(13)) == list(range(87, 100))

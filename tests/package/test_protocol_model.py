@@ -112,6 +112,10 @@ QUEUE_RIGHT = {
     "two streams, a writer killed": f"{TWO_STREAMS} WKILL=1 K=1",
     "a stream's writer killed, its id taken by another": ID_TAKEN,
     "two streams, a learner killed": STREAM_AND_LEARNER_DIES,
+    "two writers, rows to be drawn are kept, too": "CAP=2 ROWS1=2 ROWS2=2 MAXT=6 STARVED=1",
+    "a learner killed, rows to be drawn are kept, too": (
+        f"CAP=2 ROWS1=3 MAXT=4 LEARNERS=2 {LEARNER_DIES} RELEASES=1 STARVED=1"
+    ),
     "a stream, a learner killed, one that goes on": f"SPAN=1 CAP=2 ROWS1=3 MAXT=5 LEARNERS=2 {LEARNER_DIES}",
 }
 QUEUE_NAIVE = {

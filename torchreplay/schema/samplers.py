@@ -221,10 +221,10 @@ class Fifo:
     Args:
         max_draws: How often an item is handed out, 1 to 65,534. One that is to come again is in its old place once the
             draw before is done.
-        when_full: `"wait"`: writers wait while their next slot holds a row of an item that is to be drawn. Rows that are
-            held, and those of unfinished episodes whose writer lives, stay too. They are passed over, as long as the
-            row of another slot is done with: a slow learner or environment stops nobody. `"drop_oldest"`: they overwrite what is not drawn;
-            `stats().dropped_items` counts it.
+        when_full: `"wait"`: writers wait while their next slot holds a row of an item that is to be drawn. Rows that
+            are held, and those of unfinished episodes whose writer lives, stay too. They are passed over, as long as a
+            row comes after them that is done with: a slow learner or environment stops nobody. `"drop_oldest"`: they
+            overwrite what is not drawn; `stats().dropped_items` counts it.
         commit: `"next"`: as above. `"manual"`: only `buffer.commit()` ends what is held, such as when the model is
             saved. After a crash all items since then come again, in the same order. The capacity must hold them.
         window: Share of the capacity by which an item may overtake older ones that are not complete yet, above 0 and at
