@@ -13,6 +13,7 @@ from paths import TESTS
 MODEL = TESTS / "model" / "replay.pml"
 GATE = MODEL.with_name("gate.pml")
 QUEUE = MODEL.with_name("queue.pml")
+PAGES = MODEL.with_name("pages.pml")
 MEMORY_MB = 6000
 DEPTH = 1_000_000
 
@@ -133,6 +134,42 @@ QUEUE_NAIVE = {
     "HEADFIRST": (f"SPAN=1 CAP=3 ROWS1=2 ROWS2=2 MAXT=8 LEARNERS=2 {LEARNER_DIES}", "item_is_not_dropped"),
 }
 
+# Bits 2n and 2n + 1 of SIZES: how many pages row n of that writer has.
+PAGES_DEFAULTS = (
+    "CAP=3 PAGES=4 ROWS1=0 ROWS2=0 ROWS3=0 SIZES1=0 SIZES2=0 SIZES3=0 ROUNDS=1 QUEUE=0 STOP=0 MAXT=3 MAXP=6"
+)
+TWO_TWO_ONE = "ROWS1=3 SIZES1=26"  # the third run is where the first one was
+ONE_AND_TWOS = "ROWS1=1 SIZES1=1 ROWS2=2 SIZES2=10 MAXP=8"  # the second writer's runs are all pages
+ONE_STOPS = f"{ONE_AND_TWOS} STOP=1 ROUNDS=0"
+WRITER_DIES = "WKILL=1 K=1"
+PAGES_QUEUE = "QUEUE=1 ROWS1=2 SIZES1=10 ROWS2=1 SIZES2=2 MAXT=5 MAXP=10"
+PAGES_QUEUE_DEATH = f"QUEUE=1 {ONE_AND_TWOS} MAXT=4 {WRITER_DIES}"
+PAGES_RIGHT = {
+    "two writers": "ROWS1=2 SIZES1=9 ROWS2=1 SIZES2=2",
+    "one writer turns both rings, a row has no page": "ROWS1=4 SIZES1=162 MAXT=5 MAXP=9 ROUNDS=2",
+    "a writer killed, one that goes on": f"{ONE_AND_TWOS} MAXT=4 {WRITER_DIES} ROUNDS=0 GOON=1",
+    "a writer stopped for good, one that goes on": f"{ONE_STOPS} GOON=1",
+    "a writer killed, its id taken by another": f"ROWS1=1 SIZES1=2 ROWS3=1 SIZES3=2 {WRITER_DIES}",
+    "a learner killed": f"{TWO_TWO_ONE} {LEARNER_DIES}",
+    "a queue, two writers": PAGES_QUEUE,
+    "a queue, a writer killed": PAGES_QUEUE_DEATH,
+}
+PAGES_NAIVE = {
+    "NOLOOK": (TWO_TWO_ONE, "assertion violated copy_is_whole"),
+    "NOFOLLOW": (TWO_TWO_ONE, "assertion violated drawable_has_its_pages"),
+    "ROWFIRST": (TWO_TWO_ONE, "assertion violated failed_draw_is_gone"),
+    "NOWAIT": (TWO_TWO_ONE, "assertion violated drawable_has_its_pages"),
+    "ADOPTGONE": (ONE_AND_TWOS, "assertion violated drawable_has_its_pages"),
+    "NORECLAIM": (f"ROWS1=1 SIZES1=1 {WRITER_DIES}", "assertion violated no_page_stays_busy"),
+    "KEEPBUSY": ("ROWS1=1 SIZES1=1 ROWS2=3 SIZES2=41 MAXT=4 MAXP=8", "assertion violated no_page_stays_busy"),
+    "STEAL": ("PAGES=1 ROWS1=1 SIZES1=1 ROWS2=1 SIZES2=1", "assertion violated drawable_has_its_pages"),
+    "WAITBUSY": (ONE_STOPS, "invalid end state"),
+    "NOPAGELIMIT": (PAGES_QUEUE, "assertion violated needed_row_stays"),
+    "SAYLATE": (PAGES_QUEUE, "assertion violated needed_row_stays"),
+    "LOOKLATE": (PAGES_QUEUE, "assertion violated needed_row_stays"),
+    "ORPHAN": (f"QUEUE=1 ROWS1=1 SIZES1=1 {WRITER_DIES}", "assertion violated no_room_is_lost"),
+}
+
 
 def defines(configuration):
     values = dict(define.split("=") for define in configuration.split())
@@ -151,6 +188,10 @@ def verify_gate(folder, configuration):
 
 def verify_queue(folder, configuration):
     return run_spin(folder, QUEUE, f"{QUEUE_DEFAULTS} {configuration}", ["-DSAFETY", "-DNOFAIR"], [])
+
+
+def verify_pages(folder, configuration):
+    return run_spin(folder, PAGES, f"{PAGES_DEFAULTS} {configuration}", ["-DSAFETY", "-DNOFAIR"], [])
 
 
 def run_spin(folder, model, configuration, flags, arguments):
@@ -221,3 +262,19 @@ def test_naive_queue_breaks_what_the_rule_is_for(tmp_path, variant):
     configuration, verdict = QUEUE_NAIVE[variant]
     report = verify_queue(tmp_path, f"{configuration} {variant}=1")
     assert f"assertion violated {verdict}" in report, report
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("name", PAGES_RIGHT)
+def test_pages_hold_in_every_interleaving(tmp_path, name):
+    assert_no_error(verify_pages(tmp_path, PAGES_RIGHT[name]))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("variant", PAGES_NAIVE)
+def test_naive_pages_break_what_the_rule_is_for(tmp_path, variant):
+    configuration, error = PAGES_NAIVE[variant]
+    report = verify_pages(tmp_path, f"{configuration} {variant}=1")
+    assert error in report, report
