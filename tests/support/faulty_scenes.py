@@ -597,9 +597,12 @@ class Queue(Scene):
         self.take()
 
     def bequeath(self):
+        self.other = self.buffer.claim(1)  # which nobody inherits
+        self.other.__enter__()
         batch = self.buffer.sample(self.DRAWN)
         for place, value in enumerate([self.buffer._segment.presence, *batch["key"].tolist(), *batch["x"].tolist()]):
             self.left[place] = value
+        self.write(self.DRAWN)
 
     def perform(self, start):
         with Forked(self.hold) as holder, Forked(self.write_episode, 1, False) as explorer:
@@ -609,6 +612,8 @@ class Queue(Scene):
                 assert dead.wait() == DIED
         with Forked(self.bequeath) as holder:
             assert holder.wait() == 0
+        with faulty(lambda: self.buffer.num_items, faults=[Fault("absorb.synced")]) as dead:
+            assert dead.wait() == DIED
         with start(self.work, True) as process:
             return process.wait()
 
