@@ -347,16 +347,20 @@ def sick_queue():
     queue = make(100, sampler=tr.Fifo(commit="manual"))
     ready = shared_counters(2)
 
-    def learn(number, items):
-        ready[number] = 1 if number else len(queue.sample(items)["x"])
+    def hold():
+        ready[0] = len(queue.sample(30)["x"])
+        signal.pause()
+
+    def learn():
+        ready[1] = 1
         queue.sample(90)
 
     with Forked(write_for_ever, queue, None, 1) as explorer:
         eventually(lambda: len(queue) == 100)
-        with Forked(learn, 0, 30) as holder:
+        with Forked(hold) as holder:
             eventually(lambda: ready[0] == 30)
             holder.signal(signal.SIGSTOP)
-            with Forked(learn, 1, 0) as other:
+            with Forked(learn) as other:
                 eventually(lambda: ready[1])
                 yield SimpleNamespace(name=queue.name, explorer=explorer.pid, holder=holder.pid, other=other.pid)
                 other.kill()
