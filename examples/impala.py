@@ -56,7 +56,7 @@ class Args:
     unroll: int = 20
     """steps of an unroll; one that ends its episode is shorter"""
     capacity: int = 10_000
-    """rows that the queue holds: what explorers may write while the learner, or one of them, is slow"""
+    """rows that the queue holds: what explorers may write ahead of the learner"""
 
     gamma: float = 0.99
     """discount of one step"""

@@ -162,7 +162,7 @@ def _silent(findings: Findings) -> Iterator[Advice]:
             if not (p.alive and p.role == role):
                 continue
             if findings.buffer.sees_processes and is_stopped(p.pid):
-                keeps = _kept_by(now, p)
+                keeps = _kept_by(findings, p)
                 yield Advice(
                     "silent", f"Process {p.pid}, a {role}, is stopped{keeps}: continue it with `kill -CONT {p.pid}`."
                 )
@@ -170,17 +170,36 @@ def _silent(findings: Findings) -> Iterator[Advice]:
                 yield Advice("silent", _silence(p, idle))
 
 
-def _kept_by(now: Snapshot, p: Participant) -> str:
+def _kept_by(findings: Findings, p: Participant) -> str:
     """Returns what others miss of a queue while a process is stopped."""
-    queue = now.queue
+    queue = findings.now.queue
     if queue is None:
         return ""
+    in_the_way = queue.needed_pid == p.pid and _front_stays(findings)
     if p.role == "learner" and (items := queue.held_by(p.pid)):
-        room = ", and writers have no room until they are done" if queue.needed_pid == p.pid else ""
+        room = ", and whose room writers wait for" if in_the_way else ""
         return f" and holds {items:,} items, which nobody else gets{room}"
-    if p.role == "writer" and queue.needed_pid == p.pid and queue.need in (Need.UNFINISHED, Need.UNWRITTEN):
+    if p.role == "writer" and in_the_way and queue.need in (Need.UNFINISHED, Need.UNWRITTEN):
         return ", and its unfinished episode leaves the other writers no room"
     return ""
+
+
+def _front_stays(findings: Findings) -> bool:
+    """Returns whether a full queue has no room because of the process that needs its oldest row.
+
+    A queue keeps a row that is held or unfinished for another turn if a later row is done with. So such a row is the
+    reason only where few items are to be drawn. A row that is being written is not kept. Nor, with a window, is an
+    unfinished one.
+    """
+    now, fifo = findings.now, findings.buffer.fifo
+    if now.queue is None or fifo is None:
+        return False
+    stays = {
+        Need.HELD: now.queue.held_items >= now.drawable,
+        Need.UNFINISHED: bool(fifo.window) or not now.drawable,
+        Need.UNWRITTEN: True,
+    }
+    return stays.get(now.queue.need, False)
 
 
 def _silence(p: Participant, idle: str) -> str:
@@ -257,24 +276,25 @@ def _held_back(findings: Findings) -> Iterator[Advice]:
 def _waits_for_stopped(findings: Findings) -> bool:
     """Returns whether a queue has no room because of a stopped process, which is said already."""
     queue = findings.now.queue
-    return queue is not None and findings.buffer.sees_processes and bool(queue.need) and is_stopped(queue.needed_pid)
+    if queue is None or not findings.buffer.sees_processes:
+        return False
+    return _front_stays(findings) and is_stopped(queue.needed_pid)
 
 
 def _full(findings: Findings) -> str:
     """Returns why a queue has no room, and what to do."""
     now, fifo = findings.now, findings.buffer.fifo
     assert now.queue is not None
-    need, pid, held = now.queue.need, now.queue.needed_pid, now.queue.held_items
-    who = f"process {pid}" if pid else "a process"
-    if need == Need.HELD and held >= now.drawable:
+    who = f"process {now.queue.needed_pid}" if now.queue.needed_pid else "a process"
+    if not _front_stays(findings):
+        return (
+            f"the learner is too slow, and {now.drawable:,} items wait to be drawn. Add learners, give each a core of "
+            f"its own, or run fewer explorers."
+        )
+    if now.queue.need == Need.HELD:
         todo = "Call commit() more often" if fifo and fifo.commit == "manual" else "See whether it hangs"
-        return f"{who} holds the oldest of {held:,} items. {todo}, or enlarge the queue."
-    if need in (Need.UNFINISHED, Need.UNWRITTEN):
-        return f"an unfinished episode of {who} has the oldest row. See whether it hangs, or enlarge the queue."
-    return (
-        f"the learner is too slow, and {now.drawable:,} items wait to be drawn. Add learners, give each a core of its "
-        f"own, or run fewer explorers."
-    )
+        return f"{who} holds the oldest of {now.queue.held_items:,} items. {todo}, or enlarge the queue."
+    return f"an unfinished episode of {who} has the oldest row. See whether it hangs, or enlarge the queue."
 
 
 def _dropped(findings: Findings) -> Iterator[Advice]:
