@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from copy import copy
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -196,8 +196,8 @@ class MixedDataset(SteppedDataset[Any]):
     def _give_back(self, parts: list[ReplayBatch]) -> None:
         """Has parts that nobody gets be drawn again, where their buffers count draws, or hand out each item once."""
         for buffer, part in zip(self.buffers, parts, strict=False):
-            if isinstance(buffer.sampler, Fifo):
-                cast(ReplayBuffer, buffer).release(part)  # no other buffer has such a sampler
+            if isinstance(buffer, ReplayBuffer) and isinstance(buffer.sampler, Fifo):
+                buffer.release(part)
             else:
                 source_of(buffer).give_back(part["key"].cpu())
 
