@@ -79,13 +79,21 @@ MANUAL = [(in_file, "manual", step) for in_file in (True, False) for step in STE
 NEXT = [(False, "next", step) for step in ("the buffer", "both", "the next step")]
 
 
+def newest(directory):
+    """The checkpoint that a run goes on from, if there is one."""
+    last = directory / "last.ckpt"
+    if last.exists():
+        return last
+    return max(directory.glob("*.ckpt"), key=lambda path: int(path.stem.rpartition("=")[2]), default=None)
+
+
 def queue_of(directory, in_file, commit):
     """The queue of a run that begins or goes on."""
     path = directory / "queue" if in_file else None
     if in_file and path.exists():
         return tr.ReplayBuffer.open(path)
     queue = tr.ReplayBuffer(SPEC, 64, sampler=tr.Fifo(commit=commit), path=path)
-    if not (directory / "last.ckpt").exists():
+    if newest(directory) is None:
         queue.extend(x=np.arange(ITEMS))
     return queue
 
@@ -93,17 +101,14 @@ def queue_of(directory, in_file, commit):
 def train(directory, in_file, commit, prefetch, learner, seen=None):
     torch.set_num_threads(1)
     with queue_of(directory, in_file, commit) as queue:
+        # A name that is overwritten has the new buffer before the new model: by hand alone items are held that long.
         saving = pytorch_lightning.callbacks.ModelCheckpoint(
-            directory, every_n_train_steps=EVERY, save_last=True, save_top_k=-1
+            directory, every_n_train_steps=EVERY, save_last=commit == "manual", save_top_k=-1
         )
         options = QUIET | {"enable_checkpointing": True, "max_epochs": 1}
         trainer = pytorch_lightning.Trainer(callbacks=[saving, ReplayCheckpoint()], **options)
-        last = directory / "last.ckpt"
-        trainer.fit(
-            learner,
-            datamodule=ReplayDataModule(queue, BATCH, prefetch=prefetch),
-            ckpt_path=last if last.exists() else None,
-        )
+        data = ReplayDataModule(queue, BATCH, prefetch=prefetch)
+        trainer.fit(learner, datamodule=data, ckpt_path=newest(directory))
         if seen is not None:
             for place, item in enumerate(learner.seen.tolist()):
                 seen[place] = item
