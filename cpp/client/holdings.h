@@ -82,13 +82,13 @@ class Holdings {
     if (count_ == 0) order_.clear();
   }
 
-  // In the order in which they were got.
+  // In the order in which they were got, each once. O(their number).
   std::vector<int64_t> all() {
     follow_fork();
     std::vector<int64_t> keys;
-    std::vector<uint64_t> left = key1_;
     std::copy_if(order_.begin(), order_.end(), std::back_inserter(keys),
-                 [&](int64_t key) { return contains(key) && std::exchange(left[slot_of(key)], 0) != 0; });
+                 [&](int64_t key) { return contains(key) && std::exchange(key1_[slot_of(key)], 0) != 0; });
+    for (const int64_t key : keys) key1_[slot_of(key)] = static_cast<uint64_t>(key) + 1;
     return keys;
   }
 
