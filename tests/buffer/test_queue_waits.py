@@ -163,10 +163,14 @@ def test_a_learner_that_waits_within_its_own_claim_is_told_that_nobody_else_coul
                 while True:
                     writer.append(x=1)
 
-        with Forked(write) as writer, buffer.claim(15):
-            eventually(lambda: buffer._segment.queue_state(False)["waiting"] == 1)
-            with pytest.raises(tr.WouldBlockForever, match=r"10 items are asked for, 5 can be drawn.*holds 15"):
-                buffer.sample(10)
+        def learn():  # in a process of one thread: where there are others, they may be done with a batch
+            with buffer.claim(15):
+                eventually(lambda: buffer._segment.queue_state(False)["waiting"] == 1)
+                with pytest.raises(tr.WouldBlockForever, match=r"10 items are asked for, 5 can be drawn.*holds 15"):
+                    buffer.sample(10)
+
+        with Forked(write) as writer, Forked(learn) as learner:
+            assert learner.wait() == 0
             writer.kill()
 
 
