@@ -204,10 +204,12 @@ def test_memory_for_batches_that_cannot_be_page_locked_is_ordinary_memory_and_a_
 # On a real device.
 
 
-def image_buffer(rows, capacity):
+def image_buffer(rows, capacity, sampler=None):
     """Rows with an image of one value each, which is long enough to lie in an array of its own."""
-    buffer = tr.ReplayBuffer(SPEC | {"image": tr.Field((64, 64), torch.uint8)}, capacity, seed=1)
-    extend_images(buffer, 0, rows)
+    spec = SPEC | {"image": tr.Field((64, 64), torch.uint8)}
+    buffer = tr.ReplayBuffer(spec, capacity, sampler=sampler or tr.Uniform(), seed=1)
+    if rows:
+        extend_images(buffer, 0, rows)
     return buffer
 
 
@@ -278,6 +280,27 @@ def test_nothing_that_the_gpu_gets_is_torn_by_a_writer_that_laps_the_ring():
             assert torch.equal(batch["number"].cpu(), batch["key"])
         writer.kill()
     assert wrong.item() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pin", ["staging", "ring"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_queue_hands_the_gpu_every_item_once_whole_and_in_order(prefetch, pin):
+    queue, n = image_buffer(0, 512, tr.Fifo()), 40 * 512
+
+    def write():
+        for first in range(0, n, 64):
+            extend_images(queue, first, 64)
+
+    with Forked(write) as writer:
+        wrong, numbers = torch.zeros((), device="cuda", dtype=torch.int64), []
+        for batch in tr.ReplayDataset(queue, 64, steps=n // 64, prefetch=prefetch, device="cuda", pin=pin):
+            wrong += wrong_values(batch)
+            numbers.append(batch["number"])
+            del batch  # done with: the writer overwrites its rows while the kernels that read it are queued
+        assert writer.wait() == 0
+    assert wrong.item() == 0
+    assert torch.equal(torch.cat(numbers).cpu(), torch.arange(n))
 
 
 @pytest.mark.gpu
