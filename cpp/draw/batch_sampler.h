@@ -138,6 +138,7 @@ class BatchSampler {
     for (uint32_t round = 0; round < kRounds; round++) {
       const Draw outcome = draw(n, name, round, shortage, patience, turn, counted, rules);
       if (outcome != Draw::kDone) return outcome;
+      if (round >= kLapped) turn.hold_writers();
       taken.begin();
       TORCHREPLAY_FAULT("draw.drawn");
       copy(out);
@@ -207,8 +208,9 @@ class BatchSampler {
     bool begun_ = false;
   };
 
-  // After so many redraws of one batch the ring turns faster than a batch is copied.
-  static constexpr uint32_t kRounds = 64;
+  // After so many redraws of one batch writers pause, where they are; and after so many it is given up, for the ring
+  // turns faster than a batch is copied.
+  static constexpr uint32_t kLapped = 8, kRounds = 64;
   // Takes no chance: nothing is relabelled.
   static constexpr uint64_t kNoChance = std::numeric_limits<uint64_t>::max();
 

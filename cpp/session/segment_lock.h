@@ -296,6 +296,10 @@ class LearnerTurn {
     absorbed_ = header_.absorbed;
   }
 
+  // Writers lap what the learner copies, though they are no turn ahead of it: they pause after the rows that they are
+  // at.
+  void hold_writers() { header_.gate.shut_at(header_.head.load(std::memory_order_relaxed)); }
+
   // The learner needs rows: nobody waits for it.
   void wait_for_rows() { header_.gate.open_at(WriteGate::kOpen); }
 
