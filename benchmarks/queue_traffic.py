@@ -177,8 +177,9 @@ class EchoInside(Echo):
         server.start()
 
         def submit() -> None:
+            item: Any = {"x": self.traffic.item}
             while True:
-                server.submit({"x": self.traffic.item})
+                server.submit(item)
 
         for _ in range(self.traffic.producers):
             threading.Thread(target=submit, daemon=True).start()
