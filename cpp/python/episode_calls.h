@@ -49,13 +49,13 @@ inline void write_planned(PyObject* self, WriterObject& s, int64_t* answers) {
   const auto fill = [&](uint64_t i, uint64_t slot) {
     const StreamRow& row = plan[i];
     for (size_t f = 0; f < columns.size(); f++) {
-      char* to = m.value(columns[f], slot);
+      const Field& field = columns[f];
       if (s.roles.observation[f])
-        (row.kind == StreamRow::Kind::kLast ? s.last : s.values)[f].copy(to, row.obs_time, row.lane);
+        (row.kind == StreamRow::Kind::kLast ? s.last : s.values)[f].write(m, field, slot, row.obs_time, row.lane);
       else if (row.kind == StreamRow::Kind::kReset)
-        zero_payload(to, columns[f].nbytes);
+        zero_payload(m.value(field, slot), field.nbytes);
       else
-        s.values[f].copy(to, row.time, row.lane);
+        s.values[f].write(m, field, slot, row.time, row.lane);
       TORCHREPLAY_FAULT("step.field");
     }
   };

@@ -57,6 +57,12 @@ class FieldValue {
     dense_ = a.element == spec.element && is_dense(a, lead);
   }
 
+  // Copies it into the row in `slot`, which is busy.
+  void write(const SegmentMemory& m, const Field& f, uint64_t slot, int64_t time, int64_t lane = 0) const {
+    if (dense_ && to_ != Element::kBool) return m.write(f, slot, at(time, lane));
+    copy(m.value(f, slot), time, lane);
+  }
+
   void copy(char* to, int64_t time, int64_t lane = 0) const {
     const char* from = at(time, lane);
     if (dense_)

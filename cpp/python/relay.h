@@ -34,10 +34,8 @@ inline PyObject* relay(PyObject* self, PyObject* args) {
     auto* to = reinterpret_cast<int64_t*>(open_column(keys_view, keys, Element::kI64, rows, "a key"));
     RelayedRows relayed(m, at, data, n, from, to, start);
     auto fill = [&](uint64_t row, uint64_t slot) {
-      for (size_t f = 0; f < columns.size(); f++) {
-        const uint64_t bytes = columns[f].nbytes;
-        copy_value(m.value(columns[f], slot), data + at.values[f] + (start + row) * bytes, bytes);
-      }
+      for (size_t f = 0; f < columns.size(); f++)
+        m.write(columns[f], slot, data + at.values[f] + (start + row) * columns[f].nbytes);
     };
     PythonWait wait(self);
     if (start < n) s.session.write(n - start, relayed, to + start, fill, wait);

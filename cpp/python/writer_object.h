@@ -173,7 +173,7 @@ inline void write_rows(PyObject* self, WriterObject& s, uint64_t n, int64_t* key
   const auto& columns = m.layout().fields;
   auto fill = [&](uint64_t row, uint64_t slot) {
     for (size_t f = 0; f < columns.size(); f++) {
-      s.values[f].copy(m.value(columns[f], slot), static_cast<int64_t>(row));
+      s.values[f].write(m, columns[f], slot, static_cast<int64_t>(row));
       TORCHREPLAY_FAULT("append.field");
     }
   };

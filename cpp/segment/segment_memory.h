@@ -9,6 +9,7 @@
 #include "segment/owed_keys.h"
 #include "system/divisor.h"
 #include "system/pages.h"
+#include "system/streaming.h"
 
 namespace torchreplay {
 
@@ -116,6 +117,11 @@ class SegmentMemory {
     return *reinterpret_cast<RowHeader*>(base_ + layout_.records + slot * layout_.record_stride);
   }
   char* value(const Field& f, uint64_t slot) const { return base_ + f.offset + slot * f.stride; }
+  // Copies a value into the row in `slot`, which is busy.
+  void write(const Field& f, uint64_t slot, const char* from) const {
+    if (can_stream_into(f.stride * layout_.capacity, f.nbytes)) return stream_value(value(f, slot), from, f.nbytes);
+    copy_value(value(f, slot), from, f.nbytes);
+  }
 
   // Makes the mapping this process's own copy, and lets go of the file. From here on nothing that threads of this
   // process do with the memory reaches other processes. For all others it is as if they had died.

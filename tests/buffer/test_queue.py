@@ -253,6 +253,30 @@ def test_several_learners_and_writers_in_processes_get_every_item_as_often_as_it
             assert set(drawn[:]) == {1}
 
 
+def test_long_items_of_several_processes_come_whole_from_and_to_odd_addresses():
+    bytes_each, most, held = 143_361, 600, 500  # more than a turn of a ring that no cache holds
+    pattern = np.random.default_rng(0).integers(0, 256, bytes_each + most, np.uint8)
+    with queue(held, spec={"x": tr.Field((bytes_each,), torch.uint8), "number": tr.Field((), "int64")}) as buffer:
+
+        def write(first):
+            with buffer.writer() as writer:
+                for number in range(first, most, 6):
+                    numbers = np.arange(number, min(number + 3, most))
+                    writer.extend(x=np.stack([pattern[k : k + bytes_each] for k in numbers]), number=numbers)
+
+        lease = buffer.expect_writers()
+        with Forked(write, 0) as one, Forked(write, 3) as two:
+            seen = []
+            while len(seen) < most:
+                batch = buffer.sample(7, at_least=1)
+                for item, number in zip(batch["x"].numpy(), batch["number"].tolist(), strict=True):
+                    assert np.array_equal(item, pattern[number : number + bytes_each])
+                    seen.append(number)
+            assert one.wait() == two.wait() == 0
+            lease.close()
+        assert sorted(seen) == list(range(most))
+
+
 # Items of several rows
 
 VIEWS = {
