@@ -31,6 +31,11 @@ class DrawCounts {
     return PriorityTree::clamp(std::bit_cast<float>(static_cast<uint32_t>(words_[slot] >> 32)));
   }
 
+  // Of an item that is used up, where one comes back with a draw: then it is that one.
+  void keep_leaf(uint64_t slot, float leaf) {
+    if (kept_leaf(slot) > 0) words_[slot] = word_of(most_, leaf);
+  }
+
   // Whether `n` draws are left. O(1) where as many items are, else O(capacity).
   bool has_left(uint64_t n) const { return missing(n) == 0; }
 

@@ -31,7 +31,8 @@ class PriorityUpdater {
   explicit PriorityUpdater(SegmentMemory& m) : memory_(m) {}
 
   // Applies |td[i]| to the item anchored at keys[i]. `td` must be finite. Drops and counts rows overwritten since
-  // (stale) and items not complete (unready), and drops those of items that are used up; of equal keys the last wins.
+  // (stale) and items not complete (unready), and keeps those of items that are used up for a draw that goes back; of
+  // equal keys the last wins.
   // Nothing is applied when a key was never issued: it is returned.
   std::optional<BadKey> update(int64_t n, const int64_t* keys, const double* td, const Patience& patience = {}) {
     if (const std::optional<BadKey> bad = unissued(memory_, n, keys)) return bad;
@@ -60,9 +61,13 @@ class PriorityUpdater {
     return slot_word::key1(word) == key + 1 && (slot_word::is_busy(word) || slot_word::is_row(word));
   }
 
-  // Whether the item there was handed out as often as it may be.
-  bool is_used_up(uint64_t slot) const {
-    return DrawCounts::are_kept(memory_.header()) && DrawCounts(memory_).is_used_up(slot);
+  // Whether the item there was drawn as often as it may be. Then nobody draws it any more, unless a draw goes back.
+  bool is_used_up(uint64_t slot, float leaf) {
+    if (!DrawCounts::are_kept(memory_.header())) return false;
+    DrawCounts counts(memory_);
+    if (!counts.is_used_up(slot)) return false;
+    if (memory_.header().sampler.prioritized) counts.keep_leaf(slot, leaf);
+    return true;
   }
 
   // What is said of them arrives while the leaves are computed.
@@ -91,8 +96,8 @@ class PriorityUpdater {
         index_[applied] = static_cast<int64_t>(slot);
         leaf_[applied++] = now;
         max_raw = std::max(max_raw, std::fabs(td[i]));
-      } else if (at == key + 1 && is_used_up(slot)) {
-        // Nobody draws it any more.
+      } else if (at == key + 1 && is_used_up(slot, tree.clamp(leaf_[i]))) {
+        // It is no item, and not counted.
       } else if (at == key + 1 || is_under_way(slot, key)) {
         h.unready_updates++;
       } else {

@@ -128,6 +128,24 @@ def test_td_errors_of_items_that_are_used_up_change_nothing():
 @pytest.mark.parametrize("kind", KINDS)
 def test_items_that_are_discarded_do_not_come_and_new_rows_count_anew(kind):
     with filled(10, KINDS[kind](max_draws=2)) as buffer:
+@pytest.mark.parametrize("goes_back", [True, False])
+def test_a_td_error_that_comes_while_the_last_draw_is_ahead_is_the_items_if_that_goes_back(goes_back):
+    with filled(1, tr.Prioritized(alpha=1.0, max_draws=2)) as buffer:
+        dataset = tr.ReplayDataset(buffer, 1, prefetch=1)
+        stream = iter(dataset)
+        batch = next(stream)
+        eventually(lambda: dataset.ready == 1)
+        buffer.update_priorities(batch, [5.0])
+        buffer.flush()
+        assert buffer.num_items == 0
+        if not goes_back:
+            next(stream)
+        stream.close()
+        priority = buffer.priorities(batch).item()
+        assert priority == pytest.approx(5.0) if goes_back else np.isnan(priority)
+        assert buffer.stats().updated == 0
+
+
         buffer.discard(torch.tensor([3, 4]))
         assert drain(buffer, 4) == dict.fromkeys(sorted(set(range(10)) - {3, 4}), 2)
         buffer.extend(x=np.arange(10, 16))  # over items that are used up

@@ -150,8 +150,9 @@ class Prioritized:
             the paper: one outlier makes all later items likely until `clear()`, even if it is corrected at once.
             `"max_held"` is the largest of the items held at that moment; of a `ShardedReplay`, in the item's shard.
             Both are 1 at first. A number is that priority.
-        max_draws: How often an item is handed out, as for `Uniform`. TD errors of items that are used up change
-            nothing. A checkpoint keeps which items these are; of the others it counts from 0 again. A file counts on.
+        max_draws: How often an item is handed out, as for `Uniform`. TD errors of items that are used up count
+            for nothing, unless their last draw was ahead and goes back: then they have these. A checkpoint keeps which
+            items are used up; of the others it counts from 0 again. A file counts on.
 
     Raises:
         ValueError: An argument, or an end of a `LinearSchedule`, is negative or not finite, `eps` is 0, `weights` or
