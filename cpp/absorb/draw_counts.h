@@ -88,8 +88,8 @@ class DrawCounts {
     LeafChanges leaves(tree_);
     const DirtyScope dirty(header_, Dirty::kTree);
     for (const int64_t key : keys) {
-      const uint64_t slot = memory_.slot_of(static_cast<uint64_t>(key)), n = draws(slot);
-      if (memory_.at(slot) != static_cast<uint64_t>(key) + 1 || n == 0) continue;
+      const uint64_t slot = slot_of(key), n = draws(slot);
+      if (!is_there(key) || n == 0) continue;
       const float leaf = kept_leaf(slot);
       if (n == most_ && !(leaf > 0)) continue;  // it ended
       if (n == most_ && !is_discarded(memory_, slot)) leaves.set(slot, header_.sampler.prioritized ? leaf : 1);
@@ -99,6 +99,28 @@ class DrawCounts {
     }
     leaves.flush();
     TORCHREPLAY_FAULT("counts.given_back");
+  }
+
+  // How often each item was drawn; 0 of those that are gone.
+  std::vector<int64_t> draws_of(const std::vector<int64_t>& keys) const {
+    std::vector<int64_t> draws;
+    for (const int64_t key : keys) draws.push_back(is_there(key) ? static_cast<int64_t>(this->draws(slot_of(key))) : 0);
+    return draws;
+  }
+
+  // These items were drawn so often at the least. So it is the same to do that twice.
+  void raise(const std::vector<int64_t>& keys, const std::vector<int64_t>& draws) {
+    LeafChanges leaves(tree_);
+    const DirtyScope dirty(header_, Dirty::kTree);
+    for (size_t k = 0; k < keys.size(); k++) {
+      if (!is_there(keys[k])) continue;
+      const uint64_t slot = slot_of(keys[k]),
+                     n = std::min(most_, static_cast<uint64_t>(std::max<int64_t>(draws[k], 0)));
+      if (this->draws(slot) >= n) continue;
+      words_[slot] = word_of(n, tree_.leaf(static_cast<int64_t>(slot)));
+      if (n == most_) leaves.set(slot, 0);
+    }
+    leaves.flush();
   }
 
   // Leaves that follow from the counts, after a death in the midst. Sums are left to be computed. O(capacity).
@@ -111,6 +133,9 @@ class DrawCounts {
   }
 
  private:
+  uint64_t slot_of(int64_t key) const { return memory_.slot_of(static_cast<uint64_t>(key)); }
+  bool is_there(int64_t key) const { return memory_.at(slot_of(key)) == static_cast<uint64_t>(key) + 1; }
+
   // One store: the leaf is kept as soon as the item is used up.
   uint64_t word_of(uint64_t n, float leaf) const {
     return n < most_ ? n : n | uint64_t{std::bit_cast<uint32_t>(leaf)} << 32;

@@ -123,6 +123,23 @@ class Attachment {
     epochs.give_back_keys(epochs.ended(), keys);
   }
 
+  // How often each item was drawn, where that is counted.
+  std::vector<int64_t> draws_of(const std::vector<int64_t>& keys) {
+    const Unlocked others;
+    SegmentLock lock(*memory_);
+    lock.absorb();
+    publish_limit(*memory_);
+    return DrawCounts(*memory_).draws_of(keys);
+  }
+  // Where that is counted: these items were drawn so often at the least.
+  void raise_draws(const std::vector<int64_t>& keys, const std::vector<int64_t>& draws) {
+    const Unlocked others;
+    SegmentLock lock(*memory_);
+    lock.absorb();
+    publish_limit(*memory_);
+    DrawCounts(*memory_).raise(keys, draws);
+  }
+
   // Of a queue. This process is done with those of the items that it holds, and they leave, or come again. Returns how
   // many these are.
   uint64_t commit(const std::vector<int64_t>& keys) {

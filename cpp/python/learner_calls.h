@@ -268,6 +268,32 @@ inline PyObject* give_back(PyObject* self, PyObject* keys) {
   });
 }
 
+// draws_of(keys) -> how often each item was drawn, where draws are counted; 0 of those that are gone.
+inline PyObject* draws_of(PyObject* self, PyObject* keys) {
+  return on_segment(self, [&](AttachedSegment& segment) {
+    std::vector<int64_t> key;
+    read_keys(keys, key);
+    const std::vector<int64_t> draws = segment.draws_of(key);
+    const auto n = static_cast<int64_t>(draws.size());
+    KeyTensor counted(n);
+    std::ranges::copy(draws, counted.keys);
+    return counted.release(1, &n);
+  });
+}
+
+// raise_draws(keys, draws): these items were drawn so often at the least, where draws are counted.
+inline PyObject* raise_draws(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
+  return on_segment(self, [&](AttachedSegment& segment) {
+    expect_args("raise_draws", nargs, 2);
+    std::vector<int64_t> keys, draws;
+    read_keys(args[0], keys);
+    read_keys(args[1], draws);
+    if (keys.size() != draws.size()) throw std::invalid_argument("there are not as many draws as keys");
+    if (unissued(segment.memory(), static_cast<int64_t>(keys.size()), keys.data())) return;  // of another buffer
+    segment.raise_draws(keys, draws);
+  });
+}
+
 // refresh(deadline, until_stopped) -> rows: absorbs, lets the limiter see what came, and counts the rows held; None
 // when the end of the buffer ended a wait for the lock.
 inline PyObject* refresh(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {

@@ -193,6 +193,8 @@ inline PyMethodDef methods[] = {
     {"refresh", fast(refresh), METH_FASTCALL, nullptr},
     {"epoch", epoch, METH_O, nullptr},
     {"give_back", give_back, METH_O, nullptr},
+    {"draws_of", draws_of, METH_O, nullptr},
+    {"raise_draws", fast(raise_draws), METH_FASTCALL, nullptr},
     {"commit", commit, METH_O, nullptr},
     {"release", release, METH_O, nullptr},
     {"held_draws", held_draws, METH_NOARGS, nullptr},

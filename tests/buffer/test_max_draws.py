@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import os
+import signal
 import threading
 from collections import Counter
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from forked import Forked, eventually, shared_counters
+from torch.utils.data import DataLoader
 
 import torchreplay as tr
 
@@ -125,9 +128,6 @@ def test_td_errors_of_items_that_are_used_up_change_nothing():
         assert not set(buffer.sample(3)["x"].tolist()) & set(batch["x"].tolist())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_items_that_are_discarded_do_not_come_and_new_rows_count_anew(kind):
-    with filled(10, KINDS[kind](max_draws=2)) as buffer:
 @pytest.mark.parametrize("goes_back", [True, False])
 def test_a_td_error_that_comes_while_the_last_draw_is_ahead_is_the_items_if_that_goes_back(goes_back):
     with filled(1, tr.Prioritized(alpha=1.0, max_draws=2)) as buffer:
@@ -146,6 +146,9 @@ def test_a_td_error_that_comes_while_the_last_draw_is_ahead_is_the_items_if_that
         assert buffer.stats().updated == 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_items_that_are_discarded_do_not_come_and_new_rows_count_anew(kind):
+    with filled(10, KINDS[kind](max_draws=2)) as buffer:
         buffer.discard(torch.tensor([3, 4]))
         assert drain(buffer, 4) == dict.fromkeys(sorted(set(range(10)) - {3, 4}), 2)
         buffer.extend(x=np.arange(10, 16))  # over items that are used up
@@ -350,3 +353,124 @@ def test_what_was_drawn_ahead_and_discarded_since_is_not_handed_out_by_a_state()
         dataset.load_state_dict({"draws": 0, "position": 0, "drawn": [ahead]})
         with pytest.raises(tr.WouldBlockForever):
             next(iter(dataset))
+
+
+def begun(buffer, size=8, prefetch=2):
+    """Returns a dataset of the buffer, its stream, what that has handed out, and the state after it."""
+    dataset = tr.ReplayDataset(buffer, size, prefetch=prefetch)
+    stream = iter(dataset)
+    came = Counter(next(stream)["x"].tolist())
+    return dataset, stream, came, dataset.state_dict()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("size", [8, 4])
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_state_that_is_loaded_over_the_open_buffer_hands_nothing_out_again(kind, most, size, goes_on):
+    with filled(64, KINDS[kind](max_draws=most)) as buffer:
+        dataset, stream, came, state = begun(buffer)
+        if goes_on:
+            for _ in range(3):
+                came.update(next(stream)["x"].tolist())
+        stream.close()
+        resumed = dataset if size == 8 else tr.ReplayDataset(buffer, size)
+        resumed.load_state_dict(state)
+        resumed.load_state_dict(resumed.state_dict())
+        stream = iter(resumed)
+        for _ in range(3):
+            came.update(next(stream)["x"].tolist())
+        stream.close()
+        assert came + drain(buffer, 4) == dict.fromkeys(range(64), most)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_that_is_loaded_beside_the_loop_that_it_is_of_hands_nothing_out_again(kind):
+    with filled(64, KINDS[kind](max_draws=1)) as buffer:
+        _, stream, came, state = begun(buffer)
+        resumed = tr.ReplayDataset(buffer, 8)
+        resumed.load_state_dict(state)
+        other = iter(resumed)
+        for _ in range(3):
+            came.update(next(stream)["x"].tolist())
+            came.update(next(other)["x"].tolist())
+        stream.close()
+        other.close()
+        assert came + drain(buffer, 4) == dict.fromkeys(range(64), 1)
+
+
+def resumed_of(loaded, state, size):
+    """Returns what a dataset of another process hands out that goes on from a state."""
+    dataset = tr.ReplayDataset(loaded, size, prefetch=0)
+    dataset.load_state_dict(state | {"drawn_by": "another process"})
+    stream = iter(dataset)
+    came = Counter()
+    for _ in range(2):
+        came.update(next(stream)["x"].tolist())
+    stream.close()
+    return came
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("size", [8, 4])
+def test_what_went_back_before_a_file_was_closed_counts_when_a_state_hands_it_out(kind, most, size, tmp_path):
+    path = tmp_path / "rows.replay"
+    with filled(64, KINDS[kind](max_draws=most), path=path) as buffer:
+        _, stream, came, state = begun(buffer)
+        ahead = Counter(key for batch in state["drawn"] for key in batch["key"].tolist())
+        stream.close()
+    with tr.ReplayBuffer.open(path) as opened:
+        again = resumed_of(opened, state, size)
+        assert size != 8 or again == ahead
+        assert came + again + drain(opened, 4) == dict.fromkeys(range(64), most)
+
+
+@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("first", ["save", "close"])
+def test_what_a_state_hands_out_after_a_load_counts_whether_the_loop_ended_before_the_save(most, first, tmp_path):
+    with filled(64, tr.Uniform(max_draws=most)) as buffer:
+        _, stream, came, state = begun(buffer)
+        if first == "close":
+            stream.close()
+        buffer.save(tmp_path / "saved")
+        stream.close()
+    with tr.ReplayBuffer.load(tmp_path / "saved") as loaded:
+        came += resumed_of(loaded, state, 8)
+        assert came + drain(loaded, 4) == dict.fromkeys(range(64), most)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_of_a_killed_process_hands_out_what_that_had_drawn_ahead(kind, tmp_path):
+    path = tmp_path / "rows.replay"
+    filled(64, KINDS[kind](max_draws=1), path=path).close()
+
+    def learn():
+        _, _, came, state = begun(tr.ReplayBuffer.open(path))
+        torch.save((came, state), tmp_path / "new")
+        os.replace(tmp_path / "new", tmp_path / "state")
+        signal.pause()
+
+    with Forked(learn) as learner:
+        eventually((tmp_path / "state").exists)
+        learner.kill()
+    came, state = torch.load(tmp_path / "state", weights_only=False)
+    with tr.ReplayBuffer.open(path) as opened:
+        dataset = tr.ReplayDataset(opened, 8)
+        dataset.load_state_dict(state)
+        stream = iter(dataset)
+        for _ in range(2):
+            came.update(next(stream)["x"].tolist())
+        stream.close()
+        assert came + drain(opened, 4) == dict.fromkeys(range(64), 1)
+
+
+def test_workers_of_a_dataloader_are_refused_where_items_leave_after_so_many_draws():
+    with filled(64, tr.Uniform(max_draws=2)) as buffer:
+        loader = DataLoader(tr.ReplayDataset(buffer, 8), batch_size=None, num_workers=1, multiprocessing_context="fork")
+        with pytest.raises(RuntimeError, match=r"max_draws.*leave num_workers at 0.*QueueLoader"):
+            next(iter(loader))
+        mixed = tr.MixedDataset({buffer: 1}, 8)
+        with pytest.raises(RuntimeError, match=r"max_draws.*leave num_workers at 0"):
+            next(iter(DataLoader(mixed, batch_size=None, num_workers=1, multiprocessing_context="fork")))
+        assert drain(buffer, 4) == dict.fromkeys(range(64), 2)

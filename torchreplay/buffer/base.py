@@ -138,8 +138,24 @@ class BatchSource(ABC):
         """
         raise RuntimeError("shards keep no epochs")
 
-    def give_back(self, keys: torch.Tensor) -> None:  # noqa: B027  # nothing to do where draws are with replacement
-        """Says that nobody got the items of `keys`, as far as the epoch under way has drawn them."""
+    def give_back(self, *drawn: dict[str, Any]) -> None:  # noqa: B027  # nothing to do where draws are with replacement
+        """Says that nobody got these items, as far as the epoch under way has drawn them.
+
+        Args:
+            *drawn: Batches, or what names those that a state says were drawn ahead.
+        """
+
+    @property
+    def drawn_here(self) -> str | None:
+        """What names this memory in this process, where items leave after so many draws; else None.
+
+        What a process has drawn ahead is handed out or goes back, as long as it lives.
+        """
+        return None
+
+    def with_draws(self, drawn: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Adds `draws`, how often each item was drawn, to what names batches drawn ahead, where that is counted."""
+        return drawn
 
     def held(self) -> dict[str, Any] | None:
         """Returns what names the items of a queue that this process was handed and is not done with; None: it is none.

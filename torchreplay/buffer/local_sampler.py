@@ -19,7 +19,7 @@ from torchreplay.errors import MissingItems, ReplayTimeout, Stopped
 from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.batch_plan import GOALS
 from torchreplay.schema.config import Config
-from torchreplay.schema.samplers import Fifo, Schedule, value_of
+from torchreplay.schema.samplers import Fifo, Schedule, counts_draws, value_of
 from torchreplay.schema.spec import to_native
 from torchreplay.segment.delivery_log import DeliveryLog, RemotelyWritten
 from torchreplay.segment.handle import Handle
@@ -195,9 +195,7 @@ class LocalSampler:
     def _leaving(self) -> str:
         """Returns the remark that items leave after so many draws, where they do."""
         sampler = self.config.sampler
-        if isinstance(sampler, Fifo) or sampler.max_draws is None:
-            return ""
-        return f"; each item leaves after {sampler.max_draws:,} draws (max_draws)"
+        return f"; each item leaves after {sampler.max_draws:,} draws (max_draws)" if counts_draws(sampler) else ""
 
     def trouble(self, why: str, batch_size: int) -> str | None:
         """Returns why there is no batch; None where all that is missing is items."""

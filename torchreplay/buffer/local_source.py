@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import secrets
 import time
 import weakref
 from collections.abc import Iterable
@@ -14,18 +17,24 @@ from torchreplay import _C
 from torchreplay.buffer.base import BatchSource, Pin, StreamSpec
 from torchreplay.buffer.local_sampler import LocalSampler
 from torchreplay.buffer.pending_updates import PendingUpdates
-from torchreplay.buffer.prefetch import PrefetchIterator
+from torchreplay.buffer.prefetch import DRAWS, PrefetchIterator, count_draws
 from torchreplay.buffer.queue_iterator import QueueIterator
 from torchreplay.cuda.copies import DeviceCopies
 from torchreplay.cuda.pinned_memory import CudaRegistry, PageLock
 from torchreplay.cuda.staging import Staging
 from torchreplay.schema.config import Config
-from torchreplay.schema.samplers import Fifo, takes_what_it_draws
+from torchreplay.schema.samplers import Fifo, counts_draws, takes_what_it_draws
 from torchreplay.segment.process_hooks import open_buffers
 from torchreplay.segment.waits import SLICE_NS, logger
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+
+@functools.cache
+def _mark_of(pid: int) -> str:
+    """Returns what names this process, which has that number: a forked child has another."""
+    return secrets.token_hex(8)
 
 
 class LocalSource(LocalSampler, BatchSource):
@@ -56,10 +65,25 @@ class LocalSource(LocalSampler, BatchSource):
         """Does what `BatchSource.epoch` says."""
         return self.segment.epoch(begin)
 
-    def give_back(self, keys: torch.Tensor) -> None:
-        """Says that nobody got the items of `keys`, which were drawn."""
-        if takes_what_it_draws(self.config.sampler) and not self.segment.closed:
-            self.segment.give_back(keys)
+    def give_back(self, *drawn: dict[str, Any]) -> None:
+        """Does what `BatchSource.give_back` says."""
+        if not takes_what_it_draws(self.config.sampler) or self.segment.closed:
+            return
+        for batch in drawn:  # an item may be in several
+            count_draws(self.segment, batch)
+        for batch in drawn:
+            self.segment.give_back(batch["key"])
+
+    @property
+    def drawn_here(self) -> str | None:
+        """Does what `BatchSource.drawn_here` says."""
+        return f"{self.nonce:x} {_mark_of(os.getpid())}" if counts_draws(self.config.sampler) else None
+
+    def with_draws(self, drawn: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Does what `BatchSource.with_draws` says."""
+        if not counts_draws(self.config.sampler):
+            return drawn
+        return [batch | {DRAWS: self.segment.draws_of(batch["key"])} for batch in drawn]
 
     def held(self) -> dict[str, Any] | None:
         """Does what `BatchSource.held` says."""

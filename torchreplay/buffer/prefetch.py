@@ -25,6 +25,16 @@ DRAWN_FIELDS = {"key": torch.int64, "weight": torch.float32, "probability": torc
 """What names a batch again that is not to be drawn anew, and its dtypes."""
 
 
+DRAWS = "draws"
+"""How often each item of such a batch was drawn, where it leaves after so many draws."""
+
+
+def count_draws(segment: _C.Segment, drawn: dict[str, Any]) -> None:
+    """Has the items of a batch that a state names count as drawn, as far as they do not."""
+    if DRAWS in drawn:
+        segment.raise_draws(drawn["key"], drawn[DRAWS])
+
+
 LAST_LOOK = 1.0
 """Seconds for which a thread that draws may be late with its last look, when a wait's timeout is over."""
 
@@ -152,6 +162,7 @@ class PrefetchIterator:
             self._order()  # before it is handed out, as if it had been drawn here
         while self._again:
             drawn = self._again.popleft()
+            count_draws(self._segment, drawn)
             batch, found = self._source.find(drawn["key"], drawn["step"])
             if len(batch["key"]) == len(drawn["key"]):
                 batch["weight"].copy_(drawn["weight"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -12,13 +12,13 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torchreplay.buffer.base import MAX_BATCH, PINS, Batches, Pin, Replay, StreamSpec, source_of
-from torchreplay.buffer.prefetch import DRAWN_FIELDS
+from torchreplay.buffer.prefetch import DRAWN_FIELDS, DRAWS
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.cuda.copies import require_devices
 from torchreplay.cuda.staging import Staging
 from torchreplay.errors import ReplayLost, Stopped
 from torchreplay.schema.batch import ReplayBatch
-from torchreplay.schema.samplers import Fifo, keeps_epochs
+from torchreplay.schema.samplers import Fifo, counts_draws, keeps_epochs
 from torchreplay.segment.transient import Transient
 from torchreplay.segment.waits import ShownWait, Wait
 from torchreplay.validation import as_numbers, checked_choice, checked_int, checked_timeout
@@ -235,7 +235,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             ReplayTimeout: If a draw waits longer than `timeout`.
             WouldBlockForever: If a draw waits for data that nobody can write any more.
             ReplayLost: If a `ShardedReplay` is gone, and was not stopped.
-            RuntimeError: In a worker of a `DataLoader`, with a CUDA device.
+            RuntimeError: In a worker of a `DataLoader`, with a CUDA device, of a queue, or with `max_draws`.
         """
         self._begin()
         return self._batches()
@@ -310,7 +310,8 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             there is also `stream`, the number of the stream that it draws from. With `epochs` there is `epochs_left`:
             how many the iteration has still to begin; None when there is none under way. Of a queue there is `held`:
             the items that this process was handed, in all its loops, and that are not done. Its `key`, `draws` (how
-            often each was done before) and `queue` (its identity) name them.
+            often each was done before) and `queue` (its identity) name them. With `max_draws` each batch in `drawn` has
+            `draws`, how often its items were drawn, and `drawn_by` names the process and its buffer.
 
         Raises:
             ValueError: TD errors from a device are NaN or infinite, as `buffer.flush` says.
@@ -329,7 +330,8 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         stream = {} if get_worker_info() is None else {"stream": self.buffer.stream}
         here = self._here()
         position, again = here.position, list(here.drawn)
-        ahead = [] if here.stream is None else here.stream.drawn()
+        source = source_of(self.buffer)
+        ahead = [] if here.stream is None else source.with_draws(here.stream.drawn())
         if self.steps is not None:
             position %= self.steps
         if self._loop is not None and self._loop.is_over:  # as the next iteration, the one that resumes draws anew
@@ -337,9 +339,11 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         left: dict[str, Any] = {}
         if self.epochs is not None:
             left["epochs_left"] = self._epochs_left()
-        held = source_of(self.buffer).held()
+        held = source.held()
         if held is not None:
             left["held"] = held
+        if source.drawn_here is not None:
+            left["drawn_by"] = source.drawn_here
         return {"draws": self.buffer.draws - len(again), "position": position, "drawn": again + ahead} | left | stream
 
     def _epochs_left(self) -> int | None:
@@ -355,6 +359,9 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
 
         With the buffer as it was then (`ReplayBuffer.load`), the batches are those that would have come. Batches drawn
         ahead whose rows the buffer does not hold are left out, and those of another size than `batch_size`.
+
+        Where items leave after so many draws (`max_draws`), no item comes more often. Over the same memory in the same
+        process nothing comes again: what was drawn ahead is drawn anew, unless a loop got it since.
 
         Of a queue, what was held when the state was taken is done: the state goes with a model that has learnt from it.
         With `Fifo(commit="manual")` all else that was not committed comes again, in order.
@@ -374,7 +381,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         """
         given: Any = state_dict
         names = ["draws", "position", "drawn"] + ([] if self.epochs is None else ["epochs_left"])
-        if not isinstance(given, dict) or set(given) - {"stream", "held"} != set(names):
+        if not isinstance(given, dict) or set(given) - {"stream", "held", "drawn_by"} != set(names):
             found = f"has the entries {sorted(map(str, given))}" if isinstance(given, dict) else f"is {given!r:.200}"
             expected = f"{', '.join(map(repr, names[:-1]))} and {names[-1]!r}"
             raise ValueError(f"state_dict {found}; a ReplayDataset's state has {expected}")
@@ -386,14 +393,19 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             raise ValueError(f"drawn is {state_dict['drawn']!r:.200}: expected a list of batches drawn ahead")
         ahead = [_require_drawn(batch) for batch in state_dict["drawn"]]
         held = None if state_dict.get("held") is None else _require_held(state_dict["held"])
-        drawn = deque(batch for batch in ahead if self._is_size(len(batch["key"])))
         self.end()  # or its draws ahead would block the next ones
-        self._leave_out([batch for batch in ahead if not self._is_size(len(batch["key"]))])
+        source = source_of(self.buffer)
+        if source.drawn_here is not None:
+            source.give_back(*self._here().drawn)
+            if given.get("drawn_by") == source.drawn_here:
+                ahead = []  # nobody got it, and it is back or will be; or somebody did since
+        drawn = deque(batch for batch in ahead if self._is_size(len(batch["key"])))
+        source.give_back(*(batch for batch in ahead if not self._is_size(len(batch["key"]))))
         if "stream" in state_dict and get_worker_info() is not None:
             self.buffer.stream = checked_int("stream", state_dict["stream"], 0)
         self.buffer.draws = draws + len(ahead)
         if held is not None:
-            source_of(self.buffer).go_on_from([held])
+            source.go_on_from([held])
         self._iteration = Iteration(position, position, drawn, epochs_left=left)
 
     def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
@@ -418,12 +430,8 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         """Leaves out what a state says was drawn ahead, where `batch_size` is another one now."""
         drawn = self._here().drawn
         if not all(self._is_size(len(batch["key"])) for batch in drawn):
-            self._leave_out(drawn)
+            source_of(self.buffer).give_back(*drawn)
             drawn.clear()
-
-    def _leave_out(self, drawn: Iterable[dict[str, Any]]) -> None:
-        for batch in drawn:
-            source_of(self.buffer).give_back(batch["key"])
 
     def _is_size(self, n: int) -> bool:
         """Returns whether a batch may have so many items."""
@@ -477,6 +485,13 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
                 "loop has had its last batches, and so would lose what it held. Drawing is native: leave num_workers "
                 "at 0. Where workers transform batches in Python, give the dataset to a torchreplay.QueueLoader"
             )
+        if worker is not None and counts_draws(self.buffer.sampler):
+            raise RuntimeError(
+                f"ReplayDataset over a buffer with {self.buffer.sampler} in a worker of a DataLoader: each item leaves "
+                f"after max_draws draws, and what a worker has drawn ahead is lost when the loop ends. Drawing is "
+                f"native: leave num_workers at 0. Where workers transform batches in Python, take a queue, "
+                f"tr.Fifo(max_draws=...), and a torchreplay.QueueLoader"
+            )
         if self.steps is None or worker is None:
             if worker is not None and self.epochs is not None:
                 raise RuntimeError(
@@ -504,14 +519,15 @@ def _require_drawn(batch: Any) -> dict[str, Any]:
         ValueError: It is none.
     """
     names = {"step", *DRAWN_FIELDS}
-    if not isinstance(batch, dict) or set(batch) - {"drawn_from"} != names:
+    if not isinstance(batch, dict) or set(batch) - {"drawn_from", DRAWS} != names:
         raise ValueError(f"{batch!r} is no batch drawn ahead, which has {sorted(names)}")
-    fields = {name: as_numbers(name, batch[name], f"{dtype} [B]") for name, dtype in DRAWN_FIELDS.items()}
+    dtypes = DRAWN_FIELDS | ({DRAWS: torch.int64} if DRAWS in batch else {})
+    fields = {name: as_numbers(name, batch[name], f"{dtype} [B]") for name, dtype in dtypes.items()}
     for name, values in fields.items():
-        if values.dtype != DRAWN_FIELDS[name] or values.shape != (fields["key"].numel(),):
+        if values.dtype != dtypes[name] or values.shape != (fields["key"].numel(),):
             raise ValueError(
                 f"{name!r} of a batch drawn ahead is {values.dtype} of shape {tuple(values.shape)}, expected "
-                f"{DRAWN_FIELDS[name]} of shape ({fields['key'].numel()},)"
+                f"{dtypes[name]} of shape ({fields['key'].numel()},)"
             )
     if "drawn_from" in batch:  # which states of before it was there lack
         TreeSummary.of_state(batch["drawn_from"])

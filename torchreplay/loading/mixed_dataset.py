@@ -125,7 +125,7 @@ class MixedDataset(SteppedDataset[Any]):
             ReplayTimeout: If a draw waits longer than `timeout`; a note says for which buffer, here and below.
             WouldBlockForever: If a draw waits for data that nobody can write any more.
             ReplayLost: If a `ShardedReplay` is gone, and was not stopped.
-            RuntimeError: In a worker of a `DataLoader`, with a CUDA device.
+            RuntimeError: In a worker of a `DataLoader`, with a CUDA device, of a queue, or with `max_draws`.
         """
         self._begin()
         return self._elements()
@@ -199,7 +199,7 @@ class MixedDataset(SteppedDataset[Any]):
             if isinstance(buffer, ReplayBuffer) and isinstance(buffer.sampler, Fifo):
                 buffer.release(part)
             else:
-                source_of(buffer).give_back(part["key"].cpu())
+                source_of(buffer).give_back({"key": part["key"].cpu()})
 
     def update_priorities(self, batch: Mapping[str, Any], td: Any) -> None:
         """Feeds TD errors back to exactly the items they were computed from, each to its own buffer.

@@ -125,6 +125,11 @@ def takes_what_it_draws(sampler: Sampler) -> bool:
     return keeps_epochs(sampler) or sampler.max_draws is not None
 
 
+def counts_draws(sampler: Sampler) -> bool:
+    """Returns whether an item leaves after so many draws, and nobody holds it."""
+    return not isinstance(sampler, Fifo) and sampler.max_draws is not None
+
+
 def keeps_epochs(sampler: Sampler) -> bool:
     """Returns whether every item is drawn once before any is drawn again."""
     return isinstance(sampler, Uniform) and not sampler.replacement
