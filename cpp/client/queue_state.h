@@ -10,6 +10,7 @@ namespace torchreplay {
 
 struct QueueState {
   uint64_t to_draw, held, head;
+  uint64_t lacking;                 // items that a learner which waits needs beside those to be drawn
   uint64_t limit;                   // the ticket up to which writers may go
   OldestNeed oldest;                // what writers wait for
   std::vector<ItemHolder> holders;  // of held items
@@ -40,6 +41,7 @@ struct QueueState {
     publish_limit(m);
     const Header& h = m.header();
     to_draw = static_cast<uint64_t>(m.tree().count()), held = h.held;
+    lacking = h.demand - std::min(h.demand, h.inserted);
     head = h.head.load(std::memory_order_relaxed), limit = h.ticket_limit.load(std::memory_order_relaxed);
     const QueueTables tables(m.base(), m.layout());
     oldest = tables.oldest_need();

@@ -295,7 +295,7 @@ class BatchSampler {
     }
     const uint64_t missing = shortage.needed > h.inserted ? shortage.needed - h.inserted : 1;
     limiter.demand(most);
-    if (counts_draws_) h.demand = std::max(h.demand, shortage.needed);
+    if (counts_draws_ || is_queue_) h.demand = std::max(h.demand, shortage.needed);
     TORCHREPLAY_FAULT("draw.demanded");
     // Once a turn at the least: what is overwritten unseen never counts. And where writers have to stop.
     uint64_t wake_at = h.absorbed + std::min(missing, memory_.capacity()) - 1;

@@ -128,11 +128,11 @@ inline PyObject* queue_state(PyObject* self, PyObject* count_streams) {
                            h.presence == own ? Py_True : Py_False);
     });
     const Ref writers = list_of(s.writers, [](int32_t pid) { return PyLong_FromLong(pid); });
-    return checked(Py_BuildValue("{sKsKsKsKsIsLsisOsKsOsK}", "to_draw", s.to_draw, "held", s.held, "head", s.head,
-                                 "limit", s.limit, "need", static_cast<unsigned>(s.oldest.need), "needed_key",
-                                 static_cast<long long>(s.oldest.key), "needed_pid", s.oldest.pid, "holders",
-                                 holders.get(), "open_streams", s.open_streams, "writers", writers.get(), "waiting",
-                                 s.waiting));
+    return checked(
+        Py_BuildValue("{sKsKsKsKsKsIsLsisOsKsOsK}", "to_draw", s.to_draw, "held", s.held, "lacking", s.lacking, "head",
+                      s.head, "limit", s.limit, "need", static_cast<unsigned>(s.oldest.need), "needed_key",
+                      static_cast<long long>(s.oldest.key), "needed_pid", s.oldest.pid, "holders", holders.get(),
+                      "open_streams", s.open_streams, "writers", writers.get(), "waiting", s.waiting));
   });
 }
 

@@ -398,12 +398,42 @@ def test_unfinished_episodes_that_fill_the_ring_are_named_with_a_capacity_that_d
         thread.join()
 
 
+@pytest.mark.parametrize("first", ["writer", "learner"])
+@pytest.mark.parametrize(("asked", "capacity"), [(1, 4 * (9 + 1)), (6, 4 * (9 + 1) + 2 * 8)])
+def test_a_jam_names_the_same_capacity_whoever_finds_it(first, asked, capacity, monkeypatch):
+    # Four unfinished items of nine rows, each with one row more; of six items two take a stride of eight beside.
+    monkeypatch.setattr("torchreplay.buffer.jams.IN_VAIN", 0.2 if first == "writer" else 1e9)
+    monkeypatch.setattr("torchreplay.buffer.jams.RETURN_GRACE", 0.1 if first == "learner" else 1e9)
+    with queue(12, view=tr.Sequences(length=8), spec=STEPS) as buffer:
+        writer, said = buffer.writer(num_envs=4), []
+
+        def write():
+            eventually(lambda: buffer._segment.queue_state(False)["lacking"] == asked)
+            obs, flags = np.zeros(4, "int64"), np.zeros(4, bool)
+            try:
+                with writer:
+                    writer.reset(obs=obs)
+                    for _ in range(3):
+                        writer.step(obs=obs, action=obs, reward=obs, terminated=flags, truncated=flags)
+            except (tr.WouldBlockForever, tr.Stopped) as error:
+                said.append(error)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        with pytest.raises(tr.WouldBlockForever) as caught:
+            buffer.sample(asked)
+        buffer.stop()
+        thread.join()
+        error = said[0] if first == "writer" else caught.value
+        assert f"a capacity of at least {capacity}" in str(error)
+
+
 def test_a_learner_that_holds_what_the_writers_need_is_told(monkeypatch):
     monkeypatch.setattr("torchreplay.buffer.jams.RETURN_GRACE", 0.5)
     with queue(20, commit="manual") as buffer:
         thread = writing(buffer, range(40))
         buffer.sample(15)
-        with pytest.raises(tr.WouldBlockForever, match=r"10 items are asked for, 5 can be drawn.*holds 15"):
+        with pytest.raises(tr.WouldBlockForever, match=r"10 items are asked for, 5 can be drawn.*holds 15.*least 25"):
             buffer.sample(10)
         buffer.commit()
         buffer.sample(20)

@@ -80,6 +80,28 @@ def why_short(segment: _C.Segment) -> str:
     return "".join(f"; {part}" for part in parts if part)
 
 
+def capacity_that_does(config: Config, state: QueueState) -> int:
+    """Returns a capacity with which a jam ends: the same for writers and learners.
+
+    The unfinished items of all environments fit into it, each with one row more. So do the items that are complete or
+    held, and those that a learner lacks. Each unfinished item that is completed is one that it lacks no more.
+
+    Args:
+        config: What the queue was made of.
+        state: Of the queue, with its streams counted.
+    """
+    rows, stride = config.view.rows_of_an_item, config.view.native()[2]
+    streams, lacking = state["open_streams"], state["lacking"]
+    items = state["to_draw"] + state["held"] + lacking
+    enough = streams * (rows + 1) + max(0, items - streams) * stride
+    return max(enough, config.capacity + max(1, lacking - streams) * stride)
+
+
+def _progress(state: QueueState) -> tuple[int, ...]:
+    """Returns what changes where a queue moves."""
+    return state["head"], state["limit"], state["to_draw"], state["held"]
+
+
 class Jam:
     """Finds that a wait on a queue can never end.
 
@@ -129,12 +151,12 @@ class WriterJam(Jam):
         if state is None:
             return
         view, capacity, streams = self._config.view, self._config.capacity, max(1, state["open_streams"])
-        enough = max(capacity + 1, streams * (view.rows_of_an_item + 1))
         raise WouldBlockForever(
             f"append() of {self._config.called} would wait for ever: unfinished episodes of {streams:,} environments "
             f"fill the {capacity:,} rows, so that none of their items can be completed ({view} needs "
             f"{view.rows_of_an_item:,} rows of one environment), and nothing can be drawn. Choose a capacity of at "
-            f"least {enough:,}, more where some environments are much slower than others, or fewer environments"
+            f"least {capacity_that_does(self._config, state):,}, more where some environments are much slower than "
+            f"others, or fewer environments"
         )
 
 
@@ -173,20 +195,22 @@ class LearnerJam(Jam):
         others = state["held"] - mine + (0 if single else self._segment.held_elsewhere(loop))
         by_writers = state["need"] in (Need.UNFINISHED, Need.UNWRITTEN)
         moves = others or (by_writers and state["waiting"] < len(state["writers"]))
-        key = state["head"], state["limit"], state["to_draw"], state["held"]
+        key = _progress(state)
         if moves or key != self._seen:
             self._seen, self._since = (None if moves else key), time.monotonic()
             return
         alone = single and not self._segment.census(True)["others_learning"]
         if time.monotonic() - self._since < (0.0 if alone else RETURN_GRACE):
             return
+        state = queue_state(self._segment, True)
+        if state is None or _progress(state) != key:
+            return
         advice = "call commit() or release() first" if mine else "ask for fewer, or for at_least=1"
         if state["need"] == Need.UNFINISHED:
             advice = f"an unfinished episode keeps its place, and its writer has no room to go on; {advice}"
-        rows = self._config.view.rows_of_an_item
         raise WouldBlockForever(
             f"sample() of {self._config.called} would wait for ever: the queue is full, and its writers wait for room. "
             f"{at_least:,} items are asked for, {state['to_draw']:,} can be drawn, and this process holds {mine:,} of "
             f"the {self._config.capacity:,} rows' items; {advice}, or choose a capacity of at least "
-            f"{self._config.capacity + at_least * rows:,}"
+            f"{capacity_that_does(self._config, state):,}"
         )
