@@ -682,3 +682,86 @@ def test_rows_that_were_kept_come_back_from_a_file_and_from_a_checkpoint(tmp_pat
         opened.commit()
         opened.extend(x=np.arange(103, 120))
         assert values(opened.sample(20)) == list(range(100, 120))
+
+
+def with_kept_rows(view):
+    """Returns a queue whose ring went round an episode that is complete by now; and the keys of its items."""
+    buffer = queue(40, view=view, spec=STEPS)
+    with buffer.writer() as slow, buffer.writer() as fast:
+        slow.reset(obs=1000)
+        step(slow, 1001)
+        fast.reset(obs=0)
+        for number in range(1, 137):
+            step(fast, number)
+            if buffer.num_items >= 4:
+                buffer.sample(4)
+        for number in range(1002, 1006):
+            step(slow, number)
+    buffer.commit()
+    return buffer, buffer.keys().tolist()
+
+
+def test_a_queue_has_no_priorities_whatever_rows_were_kept():
+    buffer, items = with_kept_rows(tr.Transitions())
+    with buffer:
+        stats = buffer.stats()
+        assert stats.drawable == len(items) > 1
+        assert (stats.priority_total, stats.priority_min, stats.priority_max) == (len(items), 1.0, 1.0)
+        assert (buffer.priorities(items) == 1).all()
+        histogram = buffer.histograms(bins=4)
+        assert histogram["priority"].sum() == histogram["priority"].max() == len(items)
+        buffer.commit(buffer.sample(len(items)))
+        stats = buffer.stats()
+        assert (stats.priority_total, stats.priority_min) == (0, 0)
+
+
+@pytest.mark.parametrize("view", [tr.Transitions(), tr.Transitions(n_step=3, stack={"obs": 2}), tr.Sequences(length=4)])
+def test_a_queue_of_another_capacity_has_all_items_or_is_refused(view, tmp_path):
+    buffer, items = with_kept_rows(view)
+    with buffer:
+        expected = buffer.gather(items)
+        buffer.save(tmp_path / "saved")
+        fits, refused = set(), []
+        for capacity in [*range(view.rows_of_an_item, 100), 1_000, 10_000]:
+            ways = (
+                lambda capacity=capacity: tr.ReplayBuffer.load(tmp_path / "saved", capacity),
+                lambda capacity=capacity: buffer.copy(capacity),
+            )
+            for make in ways:
+                try:
+                    other = make()
+                except (tr.CheckpointError, ValueError) as error:
+                    refused.append((capacity, str(error)))
+                    continue
+                fits.add(capacity)
+                with other:
+                    assert other.keys().tolist() == items
+                    found = other.sample(len(items))
+                    for name in set(expected) - {"weight", "probability"}:
+                        assert torch.equal(found[name], expected[name]), (capacity, name)
+        for capacity, text in refused:
+            assert f"capacity is {capacity:,}: of {len(items)} items" in text
+            assert "Choose a capacity of 40" in text
+        assert 40 in fits
+        assert len(fits) > 20
+        assert len(fits) < 90
+
+
+def test_a_smaller_queue_that_cannot_hold_all_items_is_refused_and_leaves_nothing_behind(tmp_path):
+    with queue(100, items=30) as buffer:
+        buffer.sample(10)
+        buffer.commit()
+        buffer.save(tmp_path / "saved")
+        with pytest.raises(tr.CheckpointError, match=r"capacity is 15: of 20 items .* drawn 5 would be lost.*of 100,"):
+            tr.ReplayBuffer.load(tmp_path / "saved", 15, path=tmp_path / "file")
+        assert not (tmp_path / "file").exists()
+        with queue(15) as other:
+            with pytest.raises(tr.CheckpointError, match="5 would be lost"):
+                other.restore(tmp_path / "saved")
+            other.extend(x=[100])
+            assert values(other.sample(1)) == [100]
+        with pytest.raises(ValueError, match="5 would be lost"):
+            buffer.copy(15)
+        assert values(buffer.copy(20).sample(20)) == list(range(10, 30))
+        newest = tr.ReplayBuffer.load(tmp_path / "saved", 15, sampler=tr.Fifo(when_full="drop_oldest"))
+        assert values(newest.sample(15)) == list(range(15, 30))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from torchreplay import _C
 from torchreplay.checkpoint.buffer_checkpoint import SHARD_BYTES
 from torchreplay.checkpoint.description import ROW_COLUMNS, without_grid
+from torchreplay.checkpoint.lost_items import LostItems
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import from_native
@@ -89,11 +91,12 @@ def copy_rows(source: _C.Segment, target: _C.Segment, config: Config, capacity: 
 
     Raises:
         RuntimeError: `source` is being restored.
+        ValueError: It is a queue, of which `target` cannot hold all items.
     """
     row_bytes = 32 + sum(field.nbytes for field in config.fields.values())
     slots = max(1, min(config.capacity, SHARD_BYTES // row_bytes))
     key_column = len(config.fields) + list(ROW_COLUMNS).index("/key")
-    imports = source.imports
+    imports, lost = source.imports, LostItems(config, replace(config, capacity=capacity))
     rows = _C.Import(target, 0)
     try:
         for first in range(0, config.capacity, slots):
@@ -101,7 +104,10 @@ def copy_rows(source: _C.Segment, target: _C.Segment, config: Config, capacity: 
             if len(columns[key_column]):
                 # By numpy: torch would do it in several threads, in which a forked child can hang.
                 rows.issue(int(columns[key_column].numpy().max()) + 1)
+                lost.add(columns)
                 rows.place(columns)
+        if complaint := lost.complaint():
+            raise ValueError(complaint)
         counts, limiter = source.counts()
         if capacity < config.capacity:
             counts = without_grid(counts)

@@ -190,10 +190,12 @@ class ReplayBuffer(Queue, Replay):
         stopped. `copy.deepcopy` does the same. `copy.copy` and `pickle` make another object over the same rows.
 
         Args:
-            capacity: Rows that fit; None: as many as here. Of more rows than fit the newest are copied.
+            capacity: Rows that fit; None: as many as here. Of more rows than fit the newest are copied. A queue that
+                waits loses no item so.
 
         Raises:
-            ValueError: `capacity` does not fit; or TD errors from a device are NaN or infinite, as `flush` says.
+            ValueError: `capacity` does not fit, or is too small for a queue's items; or TD errors from a device are NaN
+                or infinite, as `flush` says.
             MemoryError: The machine or the cgroup has too little memory left.
             RuntimeError: The buffer is closed, or is being restored.
 
@@ -869,7 +871,8 @@ class ReplayBuffer(Queue, Replay):
 
         Args:
             directory: What `save` wrote; or a binary file that is open for reading, at the place where `save` began.
-            capacity: Rows that fit; None: as before. Of more rows than fit the newest are loaded.
+            capacity: Rows that fit; None: as before. Of more rows than fit the newest are loaded. A queue that waits
+                loses no item so.
             view: Another view, of the same observations and flags; or the buffer's own with functions that a checkpoint
                 does not hold, those of `Hindsight`. None: the buffer's own.
             path: A new file to hold the buffer; None: it lies in memory.
@@ -877,7 +880,7 @@ class ReplayBuffer(Queue, Replay):
                 hold. None: the buffer's own.
 
         Raises:
-            CheckpointError: There is no checkpoint, or it is damaged.
+            CheckpointError: There is no checkpoint, or it is damaged; or `capacity` is too small for a queue's items.
             MemoryError: The machine or the cgroup has too little memory left, or this process may not map as much. A
                 load needs 20 MiB beside the buffer, or the longest row if that is more.
             OSError: A file cannot be read, which does not mean that it is damaged; or `path` cannot be made, or is
@@ -920,7 +923,7 @@ class ReplayBuffer(Queue, Replay):
 
         Raises:
             CheckpointError: There is no checkpoint, it is damaged or of another kind, the buffer holds rows already,
-                or somebody else restores it.
+                it is a queue that cannot hold all items, or somebody else restores it.
             MemoryError: There is too little memory to read with: see `load`.
             OSError: A file cannot be read, which does not mean that it is damaged.
 

@@ -28,6 +28,7 @@ from torchreplay.checkpoint.description import (
     without_grid,
 )
 from torchreplay.checkpoint.directory import replace_checkpoint
+from torchreplay.checkpoint.lost_items import LostItems
 from torchreplay.checkpoint.safetensors_io import (
     BLOCK,
     header_of,
@@ -245,6 +246,7 @@ def load_rows(
     same_items = saved.view.native() == config.view.native() and saved.capacity <= config.capacity
     others = leaves is not None or not same_items  # than those of the checkpoint
     counts = without_grid(description.counts) if others else description.counts
+    lost = LostItems(saved, config)
     try:
         rows = _C.Import(segment, int(description.counts[0]))
         try:
@@ -253,7 +255,10 @@ def load_rows(
                     columns[leaf_column] = leaves(columns[leaf_column])
                 if wait_for_memory is not None:
                     wait_for_memory(_slots_of(columns[key_column], config.capacity))
+                lost.add(columns)
                 rows.place(columns)
+            if complaint := lost.complaint():
+                raise CheckpointError(f"the queue in {root} does not fit: {complaint}")
             if wait_for_memory is not None:
                 wait_for_memory(config.capacity)
             rows.finish(counts, saved.limiter.native(), description.seed, description.stream, description.step)

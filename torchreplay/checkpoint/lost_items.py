@@ -1,0 +1,81 @@
+"""Which items of a queue do not fit into another capacity: a queue loses nothing in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from torchreplay.checkpoint.description import ROW_COLUMNS
+from torchreplay.schema.config import Config
+from torchreplay.schema.samplers import Fifo
+from torchreplay.schema.views import View
+
+FIRST, ENDS = 1, 6
+"""Flags in the low 16 bits of a row's link; above them is the key + 1 of its stream's row before."""
+
+
+class LostItems:
+    """Looks at the rows that go into a queue of another capacity, where the newer of two that share a slot stays.
+
+    Args:
+        source: The queue that the rows are of.
+        target: The one that they go into.
+    """
+
+    def __init__(self, source: Config, target: Config) -> None:
+        self._source, self._target = source, target
+        sampler = target.sampler
+        waits = isinstance(source.sampler, Fifo) and isinstance(sampler, Fifo) and sampler.when_full == "wait"
+        self._looks = waits and source.capacity != target.capacity
+        self._rows: list[list[NDArray[np.generic]]] = []
+
+    def add(self, columns: Sequence[torch.Tensor]) -> None:
+        """Notes rows: their fields, and then `ROW_COLUMNS`."""
+        if self._looks:
+            beside = dict(zip(ROW_COLUMNS, columns[-len(ROW_COLUMNS) :], strict=True))
+            self._rows.append([beside[name].numpy().copy() for name in ("/key", "/link", "/leaf")])
+
+    def complaint(self) -> str | None:
+        """Returns that items would be lost, in words; None: none would be."""
+        if not self._rows:
+            return None
+        key, link, leaf = (np.concatenate(column) for column in zip(*self._rows, strict=True))
+        lost = _lost(key, link, leaf > 0, self._target.view, self._target.capacity) if leaf.any() else 0
+        if not lost:
+            return None
+        return (
+            f"capacity is {self._target.capacity:,}: of {np.count_nonzero(leaf):,} items of the queue that are to be "
+            f"drawn {lost:,} would be lost, whose rows share their slots with newer ones. Choose a capacity of "
+            f"{self._source.capacity:,}, which it had, or draw these items first"
+        )
+
+
+def _lost(
+    key: NDArray[np.int64], link: NDArray[np.int64], is_drawn: NDArray[np.bool_], view: View, capacity: int
+) -> int:
+    """Returns how many of the items with `is_drawn` at their anchors lose a row."""
+    order = np.argsort(key)
+    key, link, items = key[order], link[order], np.flatnonzero(is_drawn[order])
+    newest = np.full(capacity, -1, np.int64)
+    np.maximum.at(newest, key % capacity, key)
+    stays = newest[key % capacity] == key
+    span, _, _, history, across, _ = view.native()
+    before = np.searchsorted(key, (link >> 16) - 1)
+    is_linked = key[before.clip(max=len(key) - 1)] == (link >> 16) - 1
+    previous, following = np.where(is_linked, before, -1), np.full(len(key), -1)
+    following[before[is_linked]] = np.flatnonzero(is_linked)
+    lost = ~stays[items]
+    for steps, towards, last in (
+        (span, following, (link & ENDS > 0) & (not across)),
+        (history, previous, link & FIRST > 0),
+    ):
+        at = items
+        for _ in range(steps):
+            at = np.where((at >= 0) & ~last[at], towards[at], -1)
+            if (at < 0).all():
+                break
+            lost |= (at >= 0) & ~stays[at]
+    return int(np.count_nonzero(lost))
