@@ -22,10 +22,22 @@ class QueueTables {
  public:
   QueueTables(const char* base, const Layout& layout) : base_(base), layout_(layout), header_(of<Header>(0)) {}
 
-  // Rows from the oldest that is needed to the newest.
-  uint64_t used() const {
-    const uint64_t head = header_.head.load(std::memory_order_relaxed), from = load(header_.needed_from);
-    return head > from ? std::min(layout_.capacity, head - from) : 0;
+  // Rows of items that are to be drawn, held or unfinished, and those that nobody has looked at yet. O(capacity).
+  uint64_t in_use() const {
+    const uint64_t head = header_.head.load(std::memory_order_relaxed), absorbed = load(header_.absorbed);
+    const uint64_t capacity = layout_.capacity, from = load(header_.needed_from);
+    std::vector<uint32_t> marks(capacity);
+    uint64_t unseen = 0;
+    // The newest first: then most items go on into rows that are marked.
+    for (uint64_t key = head, end = std::max(from, head > capacity ? head - capacity : 0); key-- > end;) {
+      const uint64_t slot = key % capacity;
+      if (place1_of(slot) != key + 1)
+        unseen += key >= absorbed;
+      else if (is_needed(slot))
+        mark_item(slot, marks);
+    }
+    const auto marked = static_cast<uint64_t>(std::ranges::count_if(marks, [](uint32_t m) { return m != 0; }));
+    return std::min(capacity, unseen + marked);
   }
 
   uint64_t held() const { return load(header_.held); }
@@ -95,10 +107,45 @@ class QueueTables {
     const ItemHolder& h = (&of<ItemHolder>(layout_.holders))[i];
     return {load(h.presence), load(h.pid), load(h.items)};
   }
-  std::optional<uint64_t> next(uint64_t slot) const {
+  std::optional<uint64_t> next(uint64_t slot) const { return linked(slot, &Links::next); }
+  std::optional<uint64_t> prev(uint64_t slot) const { return linked(slot, &Links::prev); }
+  std::optional<uint64_t> linked(uint64_t slot, std::atomic<uint32_t> Links::* side) const {
     if (!layout_.view.linked()) return {};
-    const uint32_t next1 = (&of<Links>(layout_.links))[slot].next.load(std::memory_order_relaxed);
-    return next1 ? std::optional<uint64_t>(next1 - 1) : std::nullopt;
+    const uint32_t slot1 = ((&of<Links>(layout_.links))[slot].*side).load(std::memory_order_relaxed);
+    return slot1 && slot1 <= layout_.capacity ? std::optional<uint64_t>(slot1 - 1) : std::nullopt;
+  }
+
+  RowMeta meta(uint64_t slot) const {
+    return of<RowHeader>(layout_.records + slot * layout_.record_stride).meta(layout_.view.linked());
+  }
+
+  bool is_needed(uint64_t anchor) const {
+    return leaf(anchor) > 0 || claim(anchor).holder() || (claim(anchor).draws() == 0 && may_be_completed(anchor));
+  }
+
+  // As QueueRoom says of writers that live.
+  bool may_be_completed(uint64_t anchor) const {
+    const View& view = layout_.view;
+    const RowMeta row = meta(anchor);
+    if (!view.linked() || row.link & kDiscarded || (!view.across && row.step % view.stride)) return false;
+    uint64_t last = anchor;
+    for (uint32_t steps = 0; steps < view.span; steps++) {
+      if (!view.across && meta(last).link & kEnds) return false;
+      const std::optional<uint64_t> after = next(last);
+      if (!after) return !claim(last).closed() && claim(last).writer();
+      last = *after;
+    }
+    return false;
+  }
+
+  // Marks the rows of an item: with how many steps it has from there on, and one. What is marked with as many is so up
+  // to its end.
+  void mark_item(uint64_t anchor, std::vector<uint32_t>& marks) const {
+    const View& view = layout_.view;
+    std::optional<uint64_t> row = anchor;
+    for (uint32_t left1 = view.span + 1; row && left1 > marks[*row]; left1--, row = next(*row)) marks[*row] = left1;
+    row = prev(anchor);
+    for (uint32_t k = 0; row && k < view.history; k++, row = prev(*row)) marks[*row] = std::max(marks[*row], 1u);
   }
 
   int32_t pid_of_holder(uint32_t presence) const {

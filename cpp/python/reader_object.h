@@ -105,7 +105,7 @@ inline PyObject* queue(PyObject* self, PyObject*) {
       return Py_BuildValue("iKO", h.pid, static_cast<unsigned long long>(h.items),
                            r.is_present(h.presence) ? Py_True : Py_False);
     });
-    return checked(Py_BuildValue("{sKsKsKsdsIsisO}", "used", tables.used(), "held_items", tables.held(),
+    return checked(Py_BuildValue("{sKsKsKsdsIsisO}", "used", tables.in_use(), "held_items", tables.held(),
                                  "dropped_items", tables.dropped(), "oldest_age", age ? 1e-3 * *age : -1.0, "need",
                                  static_cast<unsigned>(oldest.need), "needed_pid", oldest.pid, "holders",
                                  holders.get()));

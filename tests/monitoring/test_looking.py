@@ -242,7 +242,7 @@ def test_a_look_sees_who_holds_what_of_a_queue_and_what_keeps_writers_waiting():
         assert live.snapshot().queue.needed_pid == os.getpid()
         buffer.commit()
         now = live.snapshot()
-        assert (now.queue.need, now.queue.used) == (Need.NONE, 99)
+        assert (now.queue.need, now.queue.used) == (Need.NONE, 89)
 
 
 def test_a_look_sees_what_a_queue_has_dropped_and_the_age_of_the_oldest():
@@ -269,3 +269,64 @@ def test_a_look_sees_a_learner_that_waits_for_items(prefetch):
     with look_at(buffer) as live, buffer.expect_writers(), Forked(learn) as learner:
         eventually(lambda: any(p.waiting and p.pid == learner.pid for p in live.snapshot().alive("learner")))
         assert buffer._segment.queue_state(False)["waiting"] == 0  # of the writers
+
+
+def test_rows_in_use_are_those_that_somebody_needs_however_often_the_ring_turns():
+    buffer, held = make(100, sampler=tr.Fifo()), shared_counters(1)
+    with look_at(buffer) as live:
+        write(buffer, 30)
+        with Forked(hold_for_ever, buffer, 10, held):
+            eventually(lambda: held[0] == 10)
+            for _ in range(60):  # twelve turns
+                buffer.sample(20)
+                buffer.commit()
+                write(buffer, 20)
+                assert live.fill(live.snapshot()) == 10 + 20
+            buffer.sample(20)
+            buffer.commit()
+            assert live.fill(live.snapshot()) == 10
+            write(buffer, 90)
+            assert live.fill(live.snapshot()) == 100
+
+
+@pytest.mark.parametrize(
+    ("view", "unfinished"),  # the rows of an episode of three rows that items to come need
+    [
+        (tr.Transitions(), 1),
+        (tr.Transitions(n_step=3), 3),
+        (tr.Transitions(stack={"obs": 3}), 3),
+        (tr.Sequences(length=4), 3),
+        (tr.Sequences(length=4, burn_in=2), 3),
+        (tr.Sequences(length=4, stride=1), 3),
+    ],
+    ids=str,
+)
+def test_rows_in_use_are_those_of_items_that_are_to_be_drawn_held_or_unfinished(view, unfinished):
+    flag = tr.Field((), torch.bool)
+    spec = {"obs": tr.Field(), "reward": tr.Field(), "terminated": flag, "truncated": flag}
+    with tr.ReplayBuffer(spec, 100, view=view, sampler=tr.Fifo(), name=f"steps {os.getpid()}") as buffer:
+
+        def rows_in_use():
+            len(buffer)  # a look, with which rows become items
+            return live.fill(live.snapshot())
+
+        def step(writer, last=False):
+            writer.step(obs=0.0, reward=0.0, terminated=last, truncated=False)
+
+        with look_at(buffer) as live, buffer.writer() as slow, buffer.writer() as fast:
+            slow.reset(obs=0.0)
+            step(slow)
+            step(slow)
+            assert rows_in_use() == 3
+            if buffer.num_items:
+                buffer.commit(buffer.sample(buffer.num_items))
+            assert rows_in_use() == unfinished
+            for _ in range(40):  # three turns
+                fast.reset(obs=0.0)
+                for k in range(7):
+                    step(fast, k == 6)
+                assert rows_in_use() == 8 + unfinished
+                batch = buffer.sample(buffer.num_items)
+                assert rows_in_use() == 8 + unfinished  # now they are held
+                buffer.commit(batch)
+                assert rows_in_use() == unfinished

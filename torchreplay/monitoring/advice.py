@@ -261,7 +261,9 @@ def _held_back(findings: Findings) -> Iterator[Advice]:
             "note",
         )
     elif findings.now.queue is not None:
-        has_room = findings.buffer.fill(findings.now) < findings.buffer.capacity / 2
+        has_room = findings.now.queue.need == Need.NONE and (
+            findings.buffer.fill(findings.now) < findings.buffer.capacity / 2
+        )
         if has_room or findings.timeline.insert_wait_share() < WAITING:
             return  # what they waited for has come
         yield Advice("held back", f"Explorers wait {_percent(share)} of their time for room: {_full(findings)}")

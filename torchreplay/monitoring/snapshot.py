@@ -67,7 +67,7 @@ class QueueFacts:
     """What a queue is at one moment.
 
     Attributes:
-        used: Rows from the oldest that is needed to the newest.
+        used: Rows of items that are to be drawn, held or unfinished, and those that no learner has looked at yet.
         held_items: Items that somebody holds.
         dropped_items: Items that were overwritten while they were still to be drawn.
         oldest_age: Seconds since the oldest item came that can be drawn; -1 if there is none.
