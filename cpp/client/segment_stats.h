@@ -61,7 +61,8 @@ struct SegmentStats {
     rows = h.rows, inserted = h.inserted, sampled = h.sampled, updated = h.updated, stale_updates = h.stale_updates,
     unready_updates = h.unready_updates, evicted_unsampled = h.evicted_unsampled, priority_change = h.priority_change,
     drawable = static_cast<uint64_t>(tree.count()), max_raw = h.max_raw;
-    priority_total = static_cast<double>(tree.total()) * tree.unit();
+    const bool are_alike = Claims::are_kept(h) || Epochs::are_kept(h);  // their leaves are marks, no priorities
+    priority_total = are_alike ? static_cast<double>(drawable) : static_cast<double>(tree.total()) * tree.unit();
     smallest_leaf = drawable ? tree.min() : 0.0;
     held_items = h.held, dropped_items = h.dropped_items;
     const std::optional<uint64_t> oldest = oldest_of_queue(m);

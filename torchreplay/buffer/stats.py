@@ -51,9 +51,10 @@ class Stats:
             others.
         priority_change: By how much an applied TD error changed its item's leaf, up or down, on average.
         samples_per_insert: sampled / inserted, not by row written; 0 before the first insert.
-        priority_total: Sum of all leaves, (|td| + eps)^alpha.
+        priority_total: Sum of all leaves, (|td| + eps)^alpha. Under samplers that ignore priorities, the number of
+            items that can be drawn.
         priority_min: Smallest raw priority |td| of the items that can be drawn; 0 when there are none. Under
-            `Uniform()`, which ignores priorities, it is 1.
+            `Uniform()` and `Fifo()`, which ignore priorities, it is 1.
         priority_max: Largest raw priority |td| seen.
         writers: Writers alive.
         learners: Learners alive.
