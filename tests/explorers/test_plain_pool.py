@@ -38,6 +38,37 @@ def test_a_pool_of_plain_processes_needs_no_ray_and_loads_nothing_of_it(tmp_path
     assert (done.stdout, done.stderr) == ("2 []\n", "")
 
 
+FAILING = """
+import torchreplay as tr
+from torchreplay.explorers import ExplorerPool, ExplorersFailed
+
+def explore(ctx):
+    with ctx.writer() as writer:
+        for _ in range(3):
+            writer.append(x=1.0)
+        raise ValueError("no such level")
+
+if __name__ == "__main__":
+    with tr.ReplayBuffer({"x": tr.Field()}, 100, sampler=tr.Fifo()) as queue:
+        with ExplorerPool(explore, 2, queue, max_restarts=0) as pool:
+            items = sum(len(batch["x"]) for batch in tr.ReplayDataset(queue, 4))
+            try:
+                pool.check()
+            except ExplorersFailed:
+                print("failed", items, queue.stats().inserted, len(pool.errors))
+            print(*(stats.state for stats in pool.stats()))
+"""
+
+
+@pytest.mark.slow
+def test_an_iteration_over_a_queue_ends_when_all_explorers_have_failed_and_the_pool_says_so(tmp_path):
+    (tmp_path / "program.py").write_text(FAILING)
+    env = {**os.environ, "PYTHONPATH": import_path()}
+    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout == "failed 6 6 2\nfailed failed\n", done.stderr
+    assert done.stderr.count("ValueError: no such level") >= 2
+
+
 def test_rays_pool_is_one_of_these_with_actors_as_the_default():
     assert issubclass(torchreplay.ray.ExplorerPool, ExplorerPool)
     assert torchreplay.ray.ExplorersFailed is ExplorersFailed
