@@ -19,6 +19,7 @@ from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.buffer.stats import Stats
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.limiters import SamplesPerInsert
+from torchreplay.schema.samplers import Fifo
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -155,6 +156,7 @@ class ReplayHistory:
         priorities: The buffer's `histograms()` at the last `record`; empty before.
         alpha: Exponent of the buffer's sampler; 0 under `Uniform()`.
         eps: What the sampler adds to |td|; 0 under `Uniform()`.
+        is_queue: Whether the sampler is `Fifo`.
     """
 
     def __init__(self, buffer: ReplayBuffer) -> None:
@@ -166,6 +168,7 @@ class ReplayHistory:
         self.capacity = buffer.capacity
         self.alpha = getattr(buffer.sampler, "alpha", 0.0)
         self.eps = getattr(buffer.sampler, "eps", 0.0)
+        self.is_queue = isinstance(buffer.sampler, Fifo)
         self._buffer = buffer
         self._start = time.monotonic()
 
@@ -216,6 +219,8 @@ def replay_health(
 ) -> None:
     """Writes a picture of four panels: learning curve, samples per insert, ages of the drawn items, priorities.
 
+    Of a queue the fourth has the items to draw, held, and dropped.
+
     Args:
         history: A run with at least one recorded moment.
         path: Where to write; the suffix (`.png`, `.pdf`, `.svg`) names the format.
@@ -234,7 +239,7 @@ def replay_health(
         draw_learning_curve(axes[0], history, solved, palette)
         draw_samples_per_insert(axes[1], history, palette)
         draw_ages(axes[2], history, palette)
-        draw_priorities(axes[3], history, palette)
+        (draw_queue if history.is_queue else draw_priorities)(axes[3], history, palette)
 
 
 def draw_learning_curve(
@@ -309,6 +314,22 @@ def draw_priorities(axes: Axes, history: ReplayHistory, palette: Palette = LIGHT
     _draw_both(axes, edges.tolist(), (draws.tolist(), "of the draws"), (items.tolist(), "of the items"), palette)
     axes.set_xscale("log")
     axes.legend(loc="upper left")
+
+
+def draw_queue(axes: Axes, history: ReplayHistory, palette: Palette = LIGHT) -> None:
+    """Draws how many items of a queue wait to be drawn, and are held; and how many were dropped so far, if any were."""
+    axes.set(title="Items in the queue", xlabel="learner step", ylabel="items")
+    steps, stats = [moment.step for moment in history.moments], [moment.stats for moment in history.moments]
+    axes.plot(steps, [s.drawable for s in stats], color=palette.main, label="to draw")
+    axes.plot(steps, [s.held_items for s in stats], color=palette.other, label="held")
+    if stats[-1].dropped_items:
+        axes.plot(steps, [s.dropped_items for s in stats], color=palette.alarm, label="dropped so far")
+    axes.set_xlim(left=0)
+    axes.margins(y=0.3)
+    axes.set_ylim(bottom=0)
+    thousands(axes.xaxis)
+    thousands(axes.yaxis)
+    axes.legend(loc="upper left", ncols=3)
 
 
 def _draw_both(

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from belongings import descriptors
 from forked import Forked, eventually, shared_counters
+from matplotlib.figure import Figure
 from watched_buffers import full_disk, look_at, make, write
 
 import torchreplay as tr
+from torchreplay import plots
 from torchreplay.monitoring.pictures import draw_recording
 from torchreplay.monitoring.recording import COUNTERS, Recorder, Recording
 from torchreplay.monitoring.slots import sample_slots
@@ -266,3 +268,53 @@ def test_one_record_alone_is_no_picture(tmp_path):
     with pytest.raises(ValueError, match="rates need two at least"):
         draw_recording(Recording.read(tmp_path / "run.rec"), tmp_path / "run.png")
     assert not os.path.exists(tmp_path / "run.png")
+
+
+def test_a_recording_of_a_queue_has_its_items_and_no_priorities(tmp_path):
+    buffer = make(30, sampler=tr.Fifo(when_full="drop_oldest"))
+    written = handed_out = 0
+    expected = []
+    with look_at(buffer) as live, Recorder(tmp_path / "run.rec", live) as recorder:
+        for moment in range(12):
+            write(buffer, 5)
+            written += 5
+            if moment < 4:
+                buffer.sample(3)  # and is done with those before
+                handed_out += 3
+            buffer.stats()  # a look, with which rows become items
+            recorder.add(replace(live.snapshot(), time=float(moment)))
+            there = min(30, written)
+            held = max(0, min(3, handed_out - (written - there)))
+            to_draw = min(there, written - handed_out)
+            expected.append((to_draw, held, max(0, written - handed_out - there)))
+    recording = Recording.read(tmp_path / "run.rec")
+    series = [recording.queue[name].tolist() for name in ("drawable", "held_items", "dropped_items")]
+    assert list(zip(*series, strict=True)) == expected
+    assert (recording.queue["oldest_age"] >= 0).all()
+    assert recording.queue["time"].tolist() == recording.counters["time"].tolist() == list(range(12))
+    assert not len(recording.priorities["time"])
+    draw_recording(recording, tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(PNG)
+
+
+def test_the_plots_of_a_run_show_the_items_of_a_queue_in_place_of_priorities(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "draw_priorities", lambda *_: drawn.append("priorities"))
+    buffer = make(30, sampler=tr.Fifo())
+    history = plots.ReplayHistory(buffer)
+    for step in range(4):
+        write(buffer, 5)
+        history.observe(buffer.sample(3))
+        history.record(step)
+    axes = Figure().subplots()
+    plots.draw_queue(axes, history)
+    lines = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+    assert lines == {"to draw": [2, 4, 6, 8], "held": [3, 3, 3, 3]}
+    plots.replay_health(history, tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(PNG)
+    assert not drawn
+
+
+def test_a_recording_of_no_queue_has_no_series_of_one(tmp_path):
+    record(tmp_path / "run.rec", looks=2)
+    assert not len(Recording.read(tmp_path / "run.rec").queue["time"])

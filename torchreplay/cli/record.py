@@ -58,7 +58,7 @@ def _follow(live: LiveBuffer, recorder: Recorder, rate: float, seconds: float | 
         for elapsed in looks(live, rate, seconds):
             now = live.snapshot()
             recorder.add(now)
-            if elapsed >= slots_at:
+            if elapsed >= slots_at and live.fifo is None:  # a queue's items have no priorities
                 slots_at = elapsed + SLOTS_SECONDS
                 recorder.add_slots(now.time, sample_slots(live, now.head))
     return elapsed

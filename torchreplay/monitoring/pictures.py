@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -21,6 +22,8 @@ POINTS = 240
 def draw_recording(recording: Recording, path: str | os.PathLike[str], title: str = "", dark: bool = False) -> None:
     """Writes a picture of six panels: rates, samples per insert, waits, late TD errors, priorities, and the fill.
 
+    Of a queue three are others: the items to draw and held, the age of the oldest one, and the dropped items.
+
     Args:
         recording: What was recorded, two records at least.
         path: Where to write; the suffix (`.png`, `.pdf`, `.svg`) names the format.
@@ -34,14 +37,13 @@ def draw_recording(recording: Recording, path: str | os.PathLike[str], title: st
     if len(recording.seconds) < 2:
         raise ValueError("the recording has one record: rates need two at least")
     palette = DARK if dark else LIGHT
+    is_queue = len(recording.queue["time"]) > 0
+    of_replay = (_draw_samples_per_insert, _draw_late, _draw_priorities)
+    of_items = (_draw_depth, _draw_oldest, _draw_dropped) if is_queue else of_replay
     with picture(path, title, _totals(recording), palette, rows=3) as axes:
-        _draw_rates(axes[0], recording, palette)
-        _draw_samples_per_insert(axes[1], recording, palette)
-        _draw_waits(axes[2], recording, palette)
-        _draw_late(axes[3], recording, palette)
-        _draw_priorities(axes[4], recording, palette)
-        _draw_fill(axes[5], recording, palette)
-        for each in axes:
+        panels = (_draw_rates, of_items[0], _draw_waits, of_items[1], of_items[2], _draw_fill)
+        for each, draw in zip(axes, panels, strict=True):
+            draw(each, recording, palette)
             each.set_xlim(0, float(recording.seconds[-1]))
             thousands(each.xaxis)
             each.set_xlabel("seconds")
@@ -100,6 +102,35 @@ def _draw_samples_per_insert(axes: Axes, recording: Recording, palette: Palette)
     _legend(axes, "lower right")
 
 
+def _draw_queue(
+    axes: Axes, recording: Recording, palette: Palette, lines: Sequence[tuple[NDArray[np.float64], str, str]]
+) -> None:
+    seconds = recording.queue["time"] - recording.counters["time"][0]
+    at = np.unique(np.linspace(0, len(seconds) - 1, min(POINTS, len(seconds)), dtype=int))
+    for values, colour, label in lines:
+        axes.plot(seconds[at], values[at], color=colour, label=label)
+    axes.set_ylim(bottom=0, top=1.25 * max(1.0, *(float(np.nanmax(values, initial=0.0)) for values, _, _ in lines)))
+    thousands(axes.yaxis)
+    _legend(axes)
+
+
+def _draw_depth(axes: Axes, recording: Recording, palette: Palette) -> None:
+    axes.set(title="Items in the queue", ylabel="items")
+    depth, held = recording.queue["drawable"], recording.queue["held_items"]
+    _draw_queue(axes, recording, palette, [(depth, palette.main, "to draw"), (held, palette.other, "held")])
+
+
+def _draw_oldest(axes: Axes, recording: Recording, palette: Palette) -> None:
+    axes.set(title="Age of the oldest item to draw", ylabel="seconds")
+    age = recording.queue["oldest_age"]
+    _draw_queue(axes, recording, palette, [(np.where(age >= 0, age, np.nan), palette.main, "")])
+
+
+def _draw_dropped(axes: Axes, recording: Recording, palette: Palette) -> None:
+    axes.set(title="Items dropped before they were drawn", ylabel="items, since the beginning")
+    _draw_queue(axes, recording, palette, [(recording.queue["dropped_items"], palette.alarm, "")])
+
+
 def _draw_waits(axes: Axes, recording: Recording, palette: Palette) -> None:
     axes.set(title="Who waits for whom", ylabel="share of their time, %")
     moments = _Moments(recording)
@@ -154,7 +185,7 @@ def _draw_priorities(axes: Axes, recording: Recording, palette: Palette) -> None
 
 
 def _draw_fill(axes: Axes, recording: Recording, palette: Palette) -> None:
-    axes.set(title="Rows held", ylabel="share of the capacity, %")
+    axes.set(title="Rows in use" if len(recording.queue["time"]) else "Rows held", ylabel="share of the capacity, %")
     moments = _Moments(recording)
     share = 100 * moments.value("fill") / recording.config.capacity
     axes.fill_between(moments.seconds, share, color=palette.main, alpha=0.25, linewidth=0)

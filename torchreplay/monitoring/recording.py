@@ -42,7 +42,10 @@ QUANTILES: Final = (0.1, 0.5, 0.9)
 
 PRIORITIES: Final = ("time", "p10", "p50", "p90", "half_of_draws")
 
-_RECORDS: Final = {b"c": (*COUNTERS, *PEOPLE), b"p": PRIORITIES}
+QUEUE: Final = ("time", "drawable", "held_items", "dropped_items", "oldest_age")
+"""Of a queue: items to draw, held and dropped so far, and seconds since the oldest came; -1 if there is none."""
+
+_RECORDS: Final = {b"c": (*COUNTERS, *PEOPLE), b"p": PRIORITIES, b"q": QUEUE}
 """What each kind of record has, as float64; 2^53 rows are counted exactly."""
 
 _LENGTH: Final = struct.Struct("<I")
@@ -81,6 +84,9 @@ class Recorder(Closeable):
         waiting = sum(writer.waiting for writer in writers)
         people = [self._buffer.fill(now), len(writers), len(now.alive("learner")), waiting]
         self._add(b"c", [*counted, *map(float, people)])
+        if (queue := now.queue) is not None:
+            items = now.drawable, queue.held_items, queue.dropped_items
+            self._add(b"q", [now.time, *map(float, items), queue.oldest_age])
 
     def add_slots(self, moment: float, slots: SlotSample) -> None:
         """Adds what its priorities are.
@@ -133,7 +139,8 @@ class Recording:
         config: What it was made of.
         started: When the recording began, seconds since 1970.
         counters: float64 `[n]` by name, those of `COUNTERS` and `PEOPLE`.
-        priorities: float64 `[m]` by name, those of `PRIORITIES`.
+        priorities: float64 `[m]` by name, those of `PRIORITIES`; of a queue there are none.
+        queue: float64 `[k]` by name, those of `QUEUE`; of other buffers, and in older files, there are none.
     """
 
     name: str
@@ -141,6 +148,7 @@ class Recording:
     started: float
     counters: dict[str, NDArray[np.float64]]
     priorities: dict[str, NDArray[np.float64]]
+    queue: dict[str, NDArray[np.float64]]
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Recording:
@@ -168,9 +176,8 @@ class Recording:
         tables = _tables(data[_LENGTH.size + length :])
         if not len(tables[b"c"]):
             raise ValueError(f"{path} has no record: the recorder ended before its first look")
-        counters = dict(zip(_RECORDS[b"c"], tables[b"c"].T, strict=True))
-        priorities = dict(zip(PRIORITIES, tables[b"p"].T, strict=True))
-        return cls(name, config, started, counters, priorities)
+        series = {kind: dict(zip(columns, tables[kind].T, strict=True)) for kind, columns in _RECORDS.items()}
+        return cls(name, config, started, series[b"c"], series[b"p"], series[b"q"])
 
     @property
     def seconds(self) -> NDArray[np.float64]:
