@@ -168,11 +168,11 @@ class Absorber {
     uint64_t& at = memory_.at(slot);
     const uint64_t word = row.word.load(std::memory_order_acquire);
     // In a queue no row stays that stands for an older ticket, since order is by key.
-    const auto passed = [&] { return is_queue_ && std::max(places_.place1(slot), slot_word::key1(word)) < newest + 1; };
-    if (at && (passed() || is_gone(at, word))) evict(slot, at);
-    const bool kept = is_queue_ && places_.place1(slot) >= newest + 1;
-    bool pending = slot_word::is_busy(word) || (slot_word::key1(word) < newest + 1 && !kept);
-    if (!at && slot_word::is_row(word) && !passed()) pending |= !adopt(slot, at, word);
+    const uint64_t stands1 = std::max(is_queue_ ? places_.kept1(slot) : 0, slot_word::key1(word));
+    const bool passed = is_queue_ && stands1 < newest + 1;
+    if (at && (passed || is_gone(at, word))) evict(slot, at);
+    bool pending = slot_word::is_busy(word) || stands1 < newest + 1;
+    if (!at && slot_word::is_row(word) && !passed) pending |= !adopt(slot, at, word);
     kill_fence();
     pending_.assign(slot, pending);
     TORCHREPLAY_FAULT("sync.done");
@@ -237,7 +237,6 @@ class Absorber {
     }
     TORCHREPLAY_FAULT("adopt.facts");
     if (is_queue_) claims_.begin(slot, word);
-    if (is_queue_) places_.begin(slot);
     if (counts_draws_) counts_.begin(slot);
     kill_fence();
     at = slot_word::key1(word);

@@ -1,7 +1,7 @@
 // How far the writers of a queue may go: as far as no row is overwritten that an item still needs. Where others are
-// not, nobody waits for a row of which nobody can say when it is done with, since its stream may go on, or somebody has
-// its item. Such a row is kept for another turn of the ring: it takes the next ticket of its slot, which is the next
-// one there is. Runs under the segment's mutex.
+// not, nobody waits for a row of which nobody can say when it is done with. Somebody writes it or has its item, or its
+// stream may go on. Such a row is kept for another turn of the ring: its slot's next ticket, which is the next one
+// there is, is nobody's. Runs under the segment's mutex.
 #pragma once
 
 #include <algorithm>
@@ -71,7 +71,7 @@ class QueueRoom {
     if (end == from || end == header_.absorbed || need != Need::kNone) return false;
     const DirtyScope dirty(header_, Dirty::kTree);
     for (uint64_t key = from; key < end; key++) {
-      places_.keep(memory_.slot_of(key));
+      places_.keep(key + memory_.capacity());
       TORCHREPLAY_FAULT("room.kept");
     }
     kill_fence();
@@ -93,7 +93,7 @@ class QueueRoom {
 
   // Items do not overtake unfinished ones further than a window.
   bool may_keep(Need need, bool starved) const {
-    if (need == Need::kUnfinished) return !header_.sampler.window;
+    if (need == Need::kUnfinished || need == Need::kUnwritten) return !header_.sampler.window;
     return need == Need::kHeld || (need == Need::kToDraw && starved);
   }
 
@@ -115,7 +115,7 @@ class QueueRoom {
 
   Need need_of(uint64_t key, bool hard) {
     const uint64_t slot = memory_.slot_of(key), place1 = places_.place1(slot);
-    if (place1 == key + 1) return need_of_row(slot, hard);
+    if (place1 == key + 1) return memory_.at(slot) ? need_of_row(slot, hard) : Need::kUnwritten;
     if (place1 > key + 1) return Need::kNone;
     std::atomic<uint64_t>& row = memory_.row(slot).word;
     uint64_t word = row.load(std::memory_order_acquire);

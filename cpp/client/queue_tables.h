@@ -59,7 +59,7 @@ class QueueTables {
       return {};
     const uint64_t key = load(header_.needed_from), slot = key % layout_.capacity, place1 = place1_of(slot);
     if (place1 > key + 1) return {};  // it is overwritten by now
-    if (place1 < key + 1) return {Need::kUnwritten, static_cast<int64_t>(key), pid_of_writing(slot, key)};
+    if (place1 < key + 1 || !at_of(slot)) return {Need::kUnwritten, static_cast<int64_t>(key), pid_of_writing(slot)};
     const auto signed_key = static_cast<int64_t>(at_of(slot)) - 1;
     std::optional<uint64_t> row = slot;
     for (uint32_t k = 0; row && k <= layout_.view.history; k++, row = next(*row)) {
@@ -97,7 +97,9 @@ class QueueTables {
   // As Places::place1().
   uint64_t place1_of(uint64_t slot) const {
     const uint64_t at = at_of(slot);
-    return at ? at + load((&of<uint32_t>(layout_.turns))[slot]) * layout_.capacity : 0;
+    const uint64_t word = word_of(slot), kept1 = load((&of<uint64_t>(layout_.kept))[slot]);
+    if (!at && !slot_word::is_busy(word) && !slot_word::is_row(word)) return 0;
+    return std::max(kept1, at ? at : slot_word::key1(word));
   }
   Claim claim(uint64_t slot) const { return {load((&of<uint64_t>(layout_.claims))[slot])}; }
   float leaf(uint64_t slot) const {
@@ -168,9 +170,13 @@ class QueueTables {
     return pid_of_writer(claim(slot).writer(), at_of(slot));
   }
 
-  int32_t pid_of_writing(uint64_t slot, uint64_t key) const {
-    const uint64_t word = of<RowHeader>(layout_.records + slot * layout_.record_stride).word.load();
-    return slot_word::key1(word) == key + 1 ? pid_of_writer(slot_word::writer(word), key + 1) : 0;
+  uint64_t word_of(uint64_t slot) const {
+    return of<RowHeader>(layout_.records + slot * layout_.record_stride).word.load();
+  }
+
+  int32_t pid_of_writing(uint64_t slot) const {
+    const uint64_t word = word_of(slot);
+    return slot_word::is_busy(word) ? pid_of_writer(slot_word::writer(word), slot_word::key1(word)) : 0;
   }
 
   const char* base_;

@@ -15,7 +15,7 @@
 namespace torchreplay {
 
 inline constexpr uint64_t kLine = 64;
-inline constexpr uint64_t kFormatVersion = 13;
+inline constexpr uint64_t kFormatVersion = 14;
 inline constexpr int kMaxParticipants = 4096;  // writers, learners and supervisors at one time; ids fit 15 bits
 inline constexpr uint64_t kMaxCapacity = uint64_t{1} << 31;
 
@@ -54,7 +54,7 @@ struct Layout {
   uint64_t record_stride = 0;
   // Offsets of the regions from the start of the segment.
   uint64_t participants = 0, config = 0, records = 0, at = 0, links = 0, drawn = 0, pending = 0, pending_summary = 0,
-           tree = 0, rewrite = 0, holders = 0, claims = 0, arrivals = 0, turns = 0;
+           tree = 0, rewrite = 0, holders = 0, claims = 0, arrivals = 0, kept = 0;
   uint64_t config_bytes = 0, bytes = 0;
 
   // Of everything that two processes must agree on.
@@ -80,7 +80,7 @@ struct Layout {
                        holders,
                        claims,
                        arrivals,
-                       turns})
+                       kept})
       h.mix(v);
     for (const Field& f : fields) h.mix(static_cast<uint64_t>(f.element)).mix(f.nbytes).mix(f.offset).mix(f.stride);
     return h.value();
@@ -169,7 +169,7 @@ inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, const Vi
   l.holders = region(view.claimed ? kMaxParticipants * kHolderBytes : 0, kLine);
   l.claims = region(claimed * sizeof(uint64_t), kLine);
   l.arrivals = region(claimed * sizeof(uint32_t), kLine);
-  l.turns = region(claimed * sizeof(uint32_t), kLine);
+  l.kept = region(claimed * sizeof(uint64_t), kLine);
   l.bytes = round_up(at, kPage);
   return l;
 }

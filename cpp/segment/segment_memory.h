@@ -164,7 +164,7 @@ class SegmentMemory {
   // Of a queue: who holds items, who holds that of each slot, and when it came. Guarded by the mutex.
   char* holders() const { return base_ + layout_.holders; }
   uint64_t* claims() const { return reinterpret_cast<uint64_t*>(base_ + layout_.claims); }
-  uint32_t* turns() const { return reinterpret_cast<uint32_t*>(base_ + layout_.turns); }
+  uint64_t* kept() const { return reinterpret_cast<uint64_t*>(base_ + layout_.kept); }
   uint32_t* arrivals() const { return reinterpret_cast<uint32_t*>(base_ + layout_.arrivals); }
   // Guarded by the mutex.
   char* rewrite_record() const { return base_ + layout_.rewrite; }

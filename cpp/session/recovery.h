@@ -220,14 +220,13 @@ class Recovery {
       if (at != key1) {
         tree_.leaves()[slot] = 0;
         if (is_queue()) claims_.begin(slot, word);
-        if (is_queue()) places_.begin(slot);
         if (counts_draws()) counts_.begin(slot);
         kill_fence();
         at = key1;
       }
       header_.rows += key1 != 0;
       const uint64_t newest1 = slot < head ? head - (head - 1 - slot) % memory_.capacity() : 0;
-      const bool kept = is_queue() && places_.place1(slot) >= newest1;
+      const bool kept = is_queue() && places_.kept1(slot) >= newest1;
       pending_.assign(slot, slot_word::is_busy(word) || (slot_word::is_row(word) && !is_row) ||
                                 (slot_word::key1(word) < newest1 && !kept));
     });

@@ -9,6 +9,7 @@
  *   LEARNERS       1 or 2, each takes up to BATCH items at a time. MAXDRAWS: how often an item is handed out
  *   RELEASES       batches that are given back instead of committed. POLLS: looks that nothing has called for, of each
  *   STAY           writers stay when they have written all; else they go, or stay
+ *   STOPS          writer 1 may be stopped while it writes a row, and goes on when all is over
  *   STARVED        rows of items that are to be drawn are kept, too
  *   LAZY           learners do not look for the dead each time
  *   WKILL          writers may be killed between any two steps. Writer 3 takes the first id that becomes free
@@ -47,6 +48,8 @@
 #define CLOSED(c)        ((c) & 16)
 #define HOLDER(c)        ((c) >> 5)                      /* learner's number less 3; 0: nobody */
 #define UNTOUCHED(c)     (!HOLDER(c) && !DRAWS(c))
+#define LATER(a, b)      ((a) > (b) -> (a) : (b))
+#define STANDS(s)        LATER(place[s], KEY1(word[s]))  /* the ticket + 1 that the row there, or under way there, stands for */
 #define PRESENCE(who)    ((who) - 3)
 
 /* The writers' scripts, by content. */
@@ -84,7 +87,7 @@ byte at[CAP], claim[CAP];
 #if SPAN
 byte prev[CAP], next[CAP];
 #endif
-byte place[CAP];                                         /* the ticket + 1 that the row stands for: its own, or a later turn's */
+byte place[CAP];                                         /* the ticket + 1 of a later turn that a row was kept for; older than the row: none */
 bit leaf[CAP], pending[CAP], owner_died;
 
 /* Who sleeps, and what wakes them: a row was committed. */
@@ -95,6 +98,7 @@ byte sleeps[8];                                          /* until there is ROOM,
 #define OVER   2
 #define ITEMS  3
 #define AN_ID  4
+#define STOPPED 5
 
 /* Ghosts, and the end. */
 byte killed, gone, commits[17], owner[17];               /* by content */
@@ -134,7 +138,7 @@ inline evict(slot) {
 #ifdef CLAIMFIRST
   claim[slot] = 0;
 #endif
-  atomic { at[slot] = 0; place[slot] = 0 };
+  at[slot] = 0;
   claim[slot] = 0
 }
 
@@ -183,8 +187,8 @@ inline find_predecessor(slot) {
 /* Slot i against its newest ticket. The order is by key: an older row may not stay. */
 inline sync() {
   w = word[i];
-  if :: at[i] && (place[i] < newest1 || !LIVE(w) || KEY1(w) != at[i]) -> evict(i) :: else fi;
-  wait = BUSY(w) || (KEY1(w) < newest1 && place[i] < newest1);
+  if :: at[i] && (LATER(place[i], KEY1(w)) < newest1 || !LIVE(w) || KEY1(w) != at[i]) -> evict(i) :: else fi;
+  wait = BUSY(w) || LATER(place[i], KEY1(w)) < newest1;
   if
   :: !at[i] && LIVE(w) && !wait ->
      find_predecessor(i);
@@ -192,7 +196,7 @@ inline sync() {
      :: !ok -> wait = 1; deferred = 1
      :: else ->
         claim[i] = ID(w) << 2;
-        atomic { at[i] = KEY1(w); place[i] = at[i] };
+        at[i] = KEY1(w);
         adopted = 1;
         connect(i)
      fi
@@ -264,9 +268,13 @@ inline find_room() {
     :: k < absorbed && k < needed_from + CAP ->
        i = k % CAP;
        if
-       :: at[i] && place[i] == k + 1 && NEEDED(i) && WAITS_LONG(i) -> k++
-       :: at[i] && place[i] == k + 1 && NEEDED(i) && !WAITS_LONG(i) -> break
-       :: !at[i] && (BUSY(word[i]) || LIVE(word[i])) && KEY1(word[i]) == k + 1 -> break
+       :: at[i] && STANDS(i) == k + 1 && NEEDED(i) && WAITS_LONG(i) -> k++
+       :: at[i] && STANDS(i) == k + 1 && NEEDED(i) && !WAITS_LONG(i) -> break
+#ifdef NOBUSY
+       :: !at[i] && (BUSY(word[i]) || LIVE(word[i])) && STANDS(i) == k + 1 -> break
+#else
+       :: !at[i] && (BUSY(word[i]) || LIVE(word[i])) && STANDS(i) == k + 1 -> k++
+#endif
        :: else -> ok = (k > needed_from); break
        fi
     :: else -> break
@@ -281,8 +289,9 @@ inline judge_need() {
     i = needed_from % CAP; newest1 = needed_from + 1;
     w = word[i];
     if
-    :: at[i] && place[i] == newest1 -> ok = NEEDED(i)
-    :: at[i] && place[i] > newest1 -> ok = 0
+    :: at[i] && STANDS(i) == newest1 -> ok = NEEDED(i)
+    :: at[i] && STANDS(i) > newest1 -> ok = 0
+    :: !at[i] && (BUSY(w) || LIVE(w)) && STANDS(i) >= newest1 -> ok = (STANDS(i) == newest1)
     :: else ->
        if
        :: KEY1(w) > newest1 -> ok = 0
@@ -307,9 +316,9 @@ inline keep() {
   ONE_STEP {
 #ifdef HEADFIRST
     head++;
-    place[needed_from % CAP] = place[needed_from % CAP] + CAP;
+    place[needed_from % CAP] = needed_from + 1 + CAP;
 #else
-    place[needed_from % CAP] = place[needed_from % CAP] + CAP;
+    place[needed_from % CAP] = needed_from + 1 + CAP;
     head++;
 #endif
     needed_from++
@@ -556,6 +565,9 @@ proctype Writer(byte me; byte id; byte rows) {
 #endif
          fi
        };
+#ifdef STOPS
+       if :: me == 1 && g -> rest(STOPPED, over) :: true fi;
+#endif
        if
        :: g -> atomic { word[SLOT(g)] = DONE(g, id); written[me * 4 + n] = 1; last1 = SPAN * g; n++; g = 0; fresh = 1 }
        :: else
@@ -730,7 +742,11 @@ inline final_verdicts() {
   i = 0;
   do
   :: i < CAP ->
+#ifdef STOPS
+     MUST(no_slot_stays_busy, !BUSY(word[i]) || (sleeps[1] == STOPPED && !GONE(1)));
+#else
      MUST(no_slot_stays_busy, !BUSY(word[i]));
+#endif
      MUST(nothing_is_held, !HOLDER(claim[i]));
      i++
   :: else -> break
@@ -754,8 +770,8 @@ inline final_verdicts() {
   :: LEARNS(4) || LEARNS(5) ->
      MUST(writers_go_on, head >= MAXT || !(WAITS(1) || WAITS(2) || WAITS(3)));
      i = needed_from % CAP;
-     MUST(no_room_is_lost, needed_from == absorbed
-          || (SPAN && place[i] == needed_from + 1 && holder[WROTE(claim[i])] == WRITER(row[i]) && !IS_END(row[i]) && !written[row[i] + 1]))
+     MUST(no_room_is_lost, needed_from == absorbed || BUSY(word[i])
+          || (SPAN && STANDS(i) == needed_from + 1 && holder[WROTE(claim[i])] == WRITER(row[i]) && !IS_END(row[i]) && !written[row[i] + 1]))
   :: else -> MUST(writers_go_on, ANY_LEAF || head >= MAXT || !(WAITS(1) || WAITS(2) || WAITS(3)))
   fi;
   c = 0; i = 0; k = 0

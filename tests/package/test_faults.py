@@ -5,6 +5,7 @@ import re
 import failed_draws
 import faulty_deaths
 import pytest
+import stopped_writers
 from fault_build import ROOT, FaultyInterpreter, build
 from numbered_items import VIEWS
 
@@ -86,6 +87,29 @@ def test_a_death_while_draws_go_back_leaves_each_item_used_up_or_back(faulty):
 )
 def test_rows_written_while_a_buffer_is_cleared_stay_and_count(faulty, limiter, admitted):
     assert faulty.run(failed_draws.write_while_it_is_cleared, limiter) == (100, admitted)
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["goes on", "killed"])
+@pytest.mark.parametrize("linked", [False, True], ids=["rows", "episodes"])
+def test_a_writer_stopped_in_a_row_stops_nobody_in_a_queue_and_its_row_comes_first_or_never(faulty, linked, killed):
+    faulty.run(stopped_writers.turn_beside_a_stopped_writer, linked, killed)
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["goes on", "killed"])
+@pytest.mark.parametrize("linked", [False, True], ids=["rows", "episodes"])
+def test_writers_and_learners_turn_a_queue_beside_a_stopped_writer_and_all_comes_once(faulty, linked, killed):
+    others, late = faulty.run(stopped_writers.turn_in_many_processes, linked, killed)
+    assert others == [1]
+    assert late == ([not linked, 0, 0] if killed else [1, 1, 1])
+
+
+def test_a_row_that_a_stopped_writer_of_a_queue_wrote_before_all_died_is_in_the_file(faulty, tmp_path):
+    came = faulty.run(stopped_writers.reopen_what_a_stopped_writer_wrote_last, tmp_path / "queue.replay")
+    assert came == [1001, 320, 321, 322, 323]
+
+
+def test_writers_that_wait_for_a_stopped_one_because_of_a_window_are_told_its_name(faulty):
+    faulty.run(stopped_writers.name_a_stopped_writer)
 
 
 @pytest.mark.slow

@@ -88,6 +88,7 @@ PASSED_ROWS = f"CAP=2 ROWS1=3 MAXT=3 LEARNERS=2 {LEARNER_DIES}"
 TWO_STREAMS = "SPAN=1 CAP=3 ROWS1=2 ROWS2=2 MAXT=9"
 EPISODES_OF_ONE_ROW = "SPAN=1 CAP=3 ROWS1=3 FIRSTS1=3 MAXT=5 STAY=1"
 ID_TAKEN = "SPAN=1 CAP=3 ROWS1=1 ROWS3=2 MAXT=7 WKILL=1 K=1 STAY=1"
+STOPS = "CAP=2 ROWS1=2 ROWS2=2 MAXT=6 STOPS=1"
 GOES_AT_ONCE = "SPAN=1 CAP=2 ROWS1=2 ROWS2=1 MAXT=6"
 STREAM_AND_LEARNER_DIES = f"SPAN=1 CAP=3 ROWS1=2 ROWS2=1 MAXT=5 {LEARNER_DIES}"
 QUEUE_QUICK = {
@@ -117,6 +118,10 @@ QUEUE_RIGHT = {
     "a learner killed, rows to be drawn are kept, too": (
         f"CAP=2 ROWS1=3 MAXT=4 LEARNERS=2 {LEARNER_DIES} RELEASES=1 STARVED=1"
     ),
+    "two writers, one is stopped in a row": STOPS,
+    "two writers, one is stopped in a row, and killed": "CAP=2 ROWS1=1 ROWS2=2 MAXT=6 STOPS=1 WKILL=1 K=1",
+    "two writers, one is stopped in a row, a learner killed": f"CAP=2 ROWS1=1 ROWS2=1 MAXT=4 STOPS=1 {LEARNER_DIES}",
+    "two streams, one is stopped in a row": "SPAN=1 CAP=4 ROWS1=2 ROWS2=3 MAXT=9 STOPS=1 STAY=1",
     "a stream, a learner killed, one that goes on": f"SPAN=1 CAP=2 ROWS1=3 MAXT=5 LEARNERS=2 {LEARNER_DIES}",
 }
 QUEUE_NAIVE = {
@@ -130,6 +135,7 @@ QUEUE_NAIVE = {
     "NOSINCE": (ID_TAKEN, "no_room_is_lost"),
     "DEADLATE": (GOES_AT_ONCE, "needed_row_stays"),
     "NOKEEP": (TWO_STREAMS, "writers_go_on"),
+    "NOBUSY": (STOPS, "writers_go_on"),
     "NOWALK": ("SPAN=1 CAP=3 ROWS1=3 ROWS2=2 MAXT=9", "copy_is_the_item"),
     "HEADFIRST": (f"SPAN=1 CAP=3 ROWS1=2 ROWS2=2 MAXT=8 LEARNERS=2 {LEARNER_DIES}", "item_is_not_dropped"),
 }

@@ -700,6 +700,60 @@ class SlowEpisode(Scene):
         assert (self.buffer.num_items, self.buffer.stats().held_items) == (0, 0)
 
 
+class StoppedWriter(Scene):
+    """A process turns the ring of a queue, beside a writer that is stopped within a row."""
+
+    CAPACITY, ROWS, DRAWN = 8, 48, 3
+
+    def __init__(self, name):
+        self.buffer = tr.ReplayBuffer({"x": tr.Field((), "int64")}, self.CAPACITY, sampler=tr.Fifo())
+        self.written, self.came = shared_counters(self.ROWS + 1), shared_counters(self.ROWS + 1)
+
+    def write(self, *numbers):
+        with self.buffer.writer() as writer:
+            for number in numbers:
+                writer.append(x=number)
+                self.written[number] = 1
+                yield
+
+    def write_late(self):
+        for _ in self.write(self.ROWS):
+            pass
+
+    def draw(self):
+        for number in self.buffer.sample(self.DRAWN, at_least=1)["x"].tolist():
+            self.came[number] += 1
+
+    def work(self):
+        for count, _ in enumerate(self.write(*range(self.ROWS))):
+            if count % self.DRAWN == 0:
+                self.draw()
+        self.buffer.commit()
+
+    def perform(self, start):
+        fault = Fault("append.copied", stop=True)
+        with faulty(self.write_late, faults=[fault]) as late:
+            assert await_stop(late)
+            with start(self.work) as process:
+                status = process.wait()
+            late.signal(signal.SIGCONT)
+            assert late.wait() == 0
+        return status
+
+    def check(self):
+        while self.buffer.num_items:
+            self.draw()
+        self.buffer.commit()
+        again = np.arange(self.CAPACITY)
+        self.buffer.extend(x=again)  # no room is lost
+        assert self.buffer.sample(self.CAPACITY)["x"].tolist() == again.tolist()
+        self.buffer.commit()
+        for number in range(self.ROWS + 1):
+            assert self.came[number] >= self.written[number], f"item {number} was lost"
+        assert self.came[self.ROWS] == 1, "what nobody could have held came twice"
+        assert (self.buffer.num_items, self.buffer.stats().held_items) == (0, 0)
+
+
 OF_ROWS = {
     "in a sound buffer": Scene,
     "in changes of the grid": ChangesOfTheGrid,
@@ -726,6 +780,7 @@ OF_ROWS = {
     "in draws that are counted": DrawCounts,
     "in queues": Queue,
     "beside a slow episode in a queue": SlowEpisode,
+    "beside a stopped writer in a queue": StoppedWriter,
 }
 OF_TRAJECTORIES = {
     **dict(itertools.islice(OF_ROWS.items(), 16)),

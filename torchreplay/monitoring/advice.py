@@ -187,17 +187,18 @@ def _kept_by(findings: Findings, p: Participant) -> str:
 def _front_stays(findings: Findings) -> bool:
     """Returns whether a full queue has no room because of the process that needs its oldest row.
 
-    A queue keeps a row that is held or unfinished for another turn if a later row is done with. So such a row is the
-    reason only where few items are to be drawn. A row that is being written is not kept. Nor, with a window, is an
-    unfinished one.
+    A queue keeps a row that is held, unfinished or being written for another turn if a later row is done with. So such
+    a row is the reason only where few items are to be drawn. With a window an unfinished row is not kept, nor is one
+    that is being written.
     """
     now, fifo = findings.now, findings.buffer.fifo
     if now.queue is None or fifo is None:
         return False
+    of_writers = bool(fifo.window) or not now.drawable
     stays = {
         Need.HELD: now.queue.held_items >= now.drawable,
-        Need.UNFINISHED: bool(fifo.window) or not now.drawable,
-        Need.UNWRITTEN: True,
+        Need.UNFINISHED: of_writers,
+        Need.UNWRITTEN: of_writers,
     }
     return stays.get(now.queue.need, False)
 
