@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -34,8 +34,9 @@ RESERVED = frozenset({"key", "weight", "probability", "priority", "buffer", "cas
 MAX_DIMS = 15  # one of the native core's 16 is the batch's
 MAX_BYTES = 1 << 46  # of a row: more than any machine maps
 MAX_FIELDS = 4096  # the native core attaches to no buffer with more
+OF_RAGGED = frozenset({"offsets", "lengths"})  # what batches have beside the values of ragged fields
 
-Spec: TypeAlias = Mapping[str, "Field | Spec"]
+Spec: TypeAlias = Mapping[str, "Field | Ragged | Spec"]
 """What a buffer's rows hold: names to fields, or to dicts of them."""
 
 Path: TypeAlias = tuple[str, ...]
@@ -70,17 +71,8 @@ class Field:
     dtype: torch.dtype
 
     def __init__(self, shape: int | tuple[int, ...] = (), dtype: Any = torch.float32) -> None:
-        try:
-            if isinstance(shape, (bool, bytes, Mapping)):
-                raise TypeError  # Python would count with what is in them
-            sizes = tuple(map(operator.index, (shape,) if isinstance(shape, (int, np.integer)) else shape))
-        except TypeError:
-            hint = f"; did you mean Field(dtype={shape!r})?" if isinstance(shape, (torch.dtype, type)) else ""
-            raise TypeError(f"a field has shape {shape!r}: expected an int or a tuple of ints{hint}") from None
-        if len(sizes) > MAX_DIMS or min(sizes, default=1) < 1:
-            raise ValueError(
-                f"a field has shape {shape!r}: expected at most {MAX_DIMS} dimensions, each a positive int"
-            )
+        hint = f"; did you mean Field(dtype={shape!r})?" if isinstance(shape, (torch.dtype, type)) else ""
+        sizes = _checked_shape(shape, hint)
         object.__setattr__(self, "shape", sizes)
         object.__setattr__(self, "dtype", as_torch_dtype(dtype))
         if self.nbytes > MAX_BYTES:
@@ -93,6 +85,73 @@ class Field:
 
     def __repr__(self) -> str:
         return f"Field({self.shape}, {self.dtype})"
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Ragged:
+    """One named column whose values have any length: a row holds an array of shape `(n, *shape)`, n from 0.
+
+    Args:
+        dtype: As for `Field`.
+        shape: Of one element, as for `Field`; `()` for a number, such as a token or a byte.
+        like: The name of another ragged field, `"obs/tokens"` for a nested one. Each row has as many elements in this
+            field as in that one, and batches have one set of offsets for both.
+
+    Raises:
+        ValueError: As `Field`, or `like` is empty.
+        TypeError: As `Field`, or `like` is no name.
+
+    Example:
+        >>> from torchreplay.schema.spec import Ragged
+        >>> {"tokens": Ragged(torch.int32), "logprob": Ragged(torch.float32, like="tokens")}
+        {'tokens': Ragged(torch.int32), 'logprob': Ragged(torch.float32, like='tokens')}
+        >>> Ragged(torch.float32, (3,)).nbytes
+        12
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    like: str | None
+
+    def __init__(self, dtype: Any, shape: int | tuple[int, ...] = (), like: str | None = None) -> None:
+        if dtype is None or isinstance(dtype, (int, tuple, list)):
+            raise TypeError(
+                f"a ragged field has dtype {dtype!r}: expected a dtype, and then the shape of one element; the length "
+                f"of values is said nowhere"
+            )
+        if like is not None and not isinstance(like, str):
+            raise TypeError(f"like is {like!r:.200}: expected the name of another ragged field, or None")
+        if like is not None and not all(like.split("/")):
+            raise ValueError(f"like is {like!r}: expected the name of another ragged field, such as 'obs/tokens'")
+        given: Any = shape
+        sizes = _checked_shape(shape, f"; did you mean like={shape!r}?" if isinstance(given, str) else "")
+        object.__setattr__(self, "dtype", as_torch_dtype(dtype))
+        object.__setattr__(self, "shape", sizes)
+        object.__setattr__(self, "like", like)
+        if self.nbytes > MAX_BYTES:
+            raise ValueError(f"an element of shape {shape!r} and {self.dtype} needs {self.nbytes:,} bytes")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one element."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __repr__(self) -> str:
+        shape = f", {self.shape}" if self.shape else ""
+        like = f", like={self.like!r}" if self.like is not None else ""
+        return f"Ragged({self.dtype}{shape}{like})"
+
+
+def _checked_shape(shape: Any, hint: str) -> tuple[int, ...]:
+    try:
+        if isinstance(shape, (bool, str, bytes, Mapping)):
+            raise TypeError  # Python would count with what is in them
+        sizes = tuple(map(operator.index, (shape,) if isinstance(shape, (int, np.integer)) else shape))
+    except TypeError:
+        raise TypeError(f"a field has shape {shape!r}: expected an int or a tuple of ints{hint}") from None
+    if len(sizes) > MAX_DIMS or min(sizes, default=1) < 1:
+        raise ValueError(f"a field has shape {shape!r}: expected at most {MAX_DIMS} dimensions, each a positive int")
+    return sizes
 
 
 def as_torch_dtype(dtype: Any) -> torch.dtype:
@@ -119,24 +178,64 @@ def flatten(spec: Spec) -> dict[Path, Field]:
         ValueError: No field at all or more than 4,096, a reserved or unusable name, or a value that is neither `Field`
             nor dict.
     """
+    fields: dict[Path, Field] = {}
+    for path, column in columns_of(spec).items():
+        if isinstance(column, Ragged):
+            _refuse(path, column)
+        fields[path] = column
+    return fields
+
+
+def columns_of(spec: Spec) -> dict[Path, Field | Ragged]:
+    """Returns what `flatten` does, also of a spec with ragged fields.
+
+    `like` of each leads to a field that has none: of fields that are like each other it names the first one.
+
+    Raises:
+        ValueError: As `flatten`; or `like` is the field itself, no ragged field, or leads in a circle.
+    """
     given: Any = spec
     if not isinstance(given, Mapping) or not given or _advice(given):
         raise ValueError(
             f"the spec is {given!r:.200}: expected a non-empty dict of names to torchreplay.Field{_advice(given)}"
         )
-    fields = dict(_fields_of(spec, ()))
-    if len(fields) > MAX_FIELDS:
-        raise ValueError(f"the spec has {len(fields):,} fields: expected at most {MAX_FIELDS:,}; make arrays of them")
-    for path in fields:
-        if path[0] in RESERVED:
-            others = sorted(RESERVED - {path[0]})
+    columns = dict(_columns_of(spec, ()))
+    if len(columns) > MAX_FIELDS:
+        raise ValueError(f"the spec has {len(columns):,} fields: expected at most {MAX_FIELDS:,}; make arrays of them")
+    ragged = any(isinstance(column, Ragged) for column in columns.values())
+    reserved = RESERVED | OF_RAGGED if ragged else RESERVED
+    for path in columns:
+        if path[0] in reserved:
+            others = sorted(reserved - {path[0]})
             raise ValueError(f"the field name {path[0]!r} is reserved, as are {others}: choose another")
-    return fields
+    return {path: _resolved(columns, path) for path in columns} if ragged else columns
 
 
-def _fields_of(value: Any, path: Path) -> Iterator[tuple[Path, Field]]:
+def _resolved(columns: Mapping[Path, Field | Ragged], path: Path) -> Field | Ragged:
+    """Returns a column whose `like`, if it has one, is the first of the fields that it leads to."""
+    column = first = columns[path]
+    way = [path]
+    while isinstance(first, Ragged) and first.like is not None:
+        way.append(tuple(first.like.split("/")))
+        names = " -> ".join(repr("/".join(step)) for step in way)
+        if way[-1] in way[:-1]:
+            raise ValueError(f"like leads in a circle, {names}: expected a field of a length of its own at the end")
+        found = columns.get(way[-1])
+        if not isinstance(found, Ragged):
+            others = [repr("/".join(p)) for p, c in columns.items() if isinstance(c, Ragged) and p != path]
+            what = "which is no field of the spec" if found is None else f"which is {found}"
+            raise ValueError(
+                f"like leads to no ragged field, {names}, {what}: expected {' or '.join(others) or 'None, here'}"
+            )
+        first = found
+    return (
+        column if len(way) == 1 or isinstance(column, Field) else Ragged(column.dtype, column.shape, "/".join(way[-1]))
+    )
+
+
+def _columns_of(value: Any, path: Path) -> Iterator[tuple[Path, Field | Ragged]]:
     name = "/".join(path)
-    if isinstance(value, Field):
+    if isinstance(value, (Field, Ragged)):
         yield path, value
     elif isinstance(value, Mapping) and value and not _advice(value):
         for key, inner in value.items():
@@ -146,12 +245,16 @@ def _fields_of(value: Any, path: Path) -> Iterator[tuple[Path, Field]]:
                 key.encode()
             except UnicodeEncodeError:
                 raise ValueError(f"a field of {name or 'the spec'!r} is named {key!r}: expected Unicode text") from None
-            yield from _fields_of(inner, (*path, key))
+            yield from _columns_of(inner, (*path, key))
     else:
-        raise ValueError(
-            f"field {name!r} is {value!r:.200}: expected torchreplay.Field(shape, dtype), or a dict of them"
-            f"{_advice(value)}"
-        )
+        _refuse(path, value)
+
+
+def _refuse(path: Path, value: Any) -> NoReturn:
+    raise ValueError(
+        f"field {'/'.join(path)!r} is {value!r:.200}: expected torchreplay.Field(shape, dtype), or a dict of them"
+        f"{_advice(value)}"
+    )
 
 
 def _advice(value: Any) -> str:
