@@ -1,6 +1,7 @@
 """Specs: what a field may be, and how nested names become the keys of a batch."""
 
 import dataclasses
+import json
 import math
 
 import gymnasium
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchreplay as tr
-from torchreplay.schema.spec import ELEMENTS, Ragged, columns_of, flatten
+from torchreplay.schema.config import Config
+from torchreplay.schema.spec import ELEMENTS, Ragged, flatten, from_native, nest, to_native
 
 DTYPES = {
     "bool": torch.bool,
@@ -230,7 +232,7 @@ def test_fields_that_are_like_each_other_name_the_first_one():
         "picture": Ragged(torch.uint8),
         "reward": tr.Field(),
     }
-    columns = columns_of(spec)
+    columns = flatten(spec)
     assert list(columns) == [("mask",), ("obs", "tokens"), ("obs", "logprob"), ("picture",), ("reward",)]
     likes = {path[-1]: column.like for path, column in columns.items() if isinstance(column, Ragged)}
     assert likes == {"mask": "obs/tokens", "tokens": None, "logprob": "obs/tokens", "picture": None}
@@ -264,9 +266,77 @@ def test_fields_that_are_like_each_other_name_the_first_one():
 )
 def test_a_length_that_no_field_has_is_refused_with_the_way_that_was_followed(spec, message):
     with pytest.raises(ValueError, match=message):
-        columns_of(spec)
+        flatten(spec)
+
+
+def test_like_names_a_field_of_the_whole_spec_or_else_one_of_the_same_dict():
+    graph = {"nodes": Ragged("int8"), "edges": Ragged("int8"), "links": Ragged("int8", like="edges")}
+    assert flatten({"obs": {"graph": graph}})["obs", "graph", "links"].like == "obs/graph/edges"
+    assert flatten({"obs": graph, "edges": Ragged("int8")})["obs", "links"].like == "edges"
 
 
 def test_names_of_offsets_and_lengths_are_free_where_all_fields_have_one_shape():
-    spec = {"offsets": tr.Field(), "lengths": tr.Field()}
-    assert columns_of(spec) == flatten(spec)
+    assert list(flatten({"offsets": tr.Field(), "lengths": tr.Field()})) == [("offsets",), ("lengths",)]
+
+
+@given(spec=specs, data=st.data())
+def test_fields_come_back_from_the_description_of_a_segment(spec, data):
+    columns = flatten(spec)
+    for path, column in columns.items():
+        if data.draw(st.booleans()):
+            likes = ["/".join(p) for p, c in columns.items() if isinstance(c, Ragged) and c.like is None]
+            columns[path] = Ragged(column.dtype, column.shape, data.draw(st.sampled_from([None, *likes])))
+    assert from_native(json.loads(json.dumps(to_native(columns)))) == columns
+    assert list(from_native(to_native(columns))) == list(columns)
+    assert flatten(nest(columns)) == columns
+
+
+@pytest.mark.parametrize("of", [5, -5, "tokens", 1.5], ids=str)
+def test_a_description_with_a_length_that_no_field_has_is_refused(of):
+    native = to_native({("tokens",): Ragged("int8"), ("reward",): tr.Field()})
+    with pytest.raises((ValueError, TypeError, IndexError)):
+        from_native([(*native[0][:3], of), native[1]])
+
+
+TOKENS = {"tokens": Ragged(torch.int32), "logprob": Ragged(torch.float32, like="tokens"), "reward": tr.Field()}
+
+
+def described(spec, capacity, **arguments):
+    return Config.of(spec, capacity, None, None, None, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("spec", "given", "message"),
+    [
+        (
+            TOKENS,
+            None,
+            "missing, and the spec has ragged fields, 'tokens', 'logprob': .* 20,000 rows of 8 bytes an element need "
+            "ragged_bytes=160,000,000",
+        ),
+        (TOKENS, 1023, "ragged_bytes is 1023: expected an int from 1024 to "),
+        (TOKENS, 1 << 47, "expected an int from 1024 to"),
+        (TOKENS, 1e6, "ragged_bytes is 1000000.0: expected an int"),
+        (TOKENS, True, "ragged_bytes is True"),
+        ({"x": tr.Field()}, 4096, "ragged_bytes is 4096, and the spec has no Ragged field: leave it out"),
+        (
+            {"frames": Ragged(torch.uint8, (64, 64))},
+            16_383,
+            "ragged_bytes is 16,383, and one element of field 'frames' takes 4,096 bytes: .*at least 16,384",
+        ),
+    ],
+    ids=str,
+)
+def test_bytes_for_ragged_values_that_do_not_fit_the_spec_are_refused(spec, given, message):
+    with pytest.raises(ValueError, match=message):
+        described(spec, 20_000, ragged_bytes=given)
+
+
+def test_bytes_for_ragged_values_are_in_the_description_of_a_buffer_that_has_some():
+    config = described(TOKENS, 20_000, ragged_bytes=2 << 30)
+    assert Config.from_text(config.to_text()) == config
+    assert json.loads(config.to_text())["ragged_bytes"] == 2 << 30
+    assert "ragged_bytes" not in json.loads(described({"x": tr.Field()}, 10).to_text())
+    damaged = json.loads(config.to_text()) | {"ragged_bytes": 5}
+    with pytest.raises(ValueError, match=r"damaged: .*ragged_bytes is 5"):
+        Config.from_text(json.dumps(damaged))

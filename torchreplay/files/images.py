@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torchreplay.schema.spec import Field
+from torchreplay.schema.spec import Column, Ragged
 
 SMALLEST: Final = 8
 """Pixels that an image has at least each way: smaller arrays are something else."""
@@ -19,9 +19,9 @@ COLOURS: Final = (1, 3, 4)
 Png = Callable[[Path, NDArray[np.uint8]], None]
 
 
-def is_image(field: Field) -> bool:
+def is_image(field: Column) -> bool:
     """Returns whether a field holds an image: uint8 `[H, W]`, or that with colours or stacked frames at either end."""
-    if field.dtype != torch.uint8 or len(field.shape) not in (2, 3):
+    if isinstance(field, Ragged) or field.dtype != torch.uint8 or len(field.shape) not in (2, 3):
         return False
     return min(sorted(field.shape)[-2:]) >= SMALLEST and (
         len(field.shape) == 2 or _frames_first(field.shape) is not None

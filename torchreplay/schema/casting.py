@@ -8,14 +8,14 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import torch
 
-from torchreplay.schema.spec import Field, Path
+from torchreplay.schema.spec import Column, Path
 from torchreplay.validation import checked_choice
 
 Casting: TypeAlias = Literal["same_kind", "unsafe"]
 CASTINGS: tuple[Casting, ...] = get_args(Casting)
 
 
-def cast_values(fields: Mapping[Path, Field], values: dict[str, Any], casting: Any) -> dict[str, Any]:
+def cast_values(fields: Mapping[Path, Column], values: dict[str, Any], casting: Any) -> dict[str, Any]:
     """Returns `values` as `casting` asks for.
 
     Raises:
@@ -27,7 +27,7 @@ def cast_values(fields: Mapping[Path, Field], values: dict[str, Any], casting: A
     return cast_unsafely(fields, values)
 
 
-def cast_unsafely(fields: Mapping[Path, Field], values: Mapping[str, Any], prefix: Path = ()) -> dict[str, Any]:
+def cast_unsafely(fields: Mapping[Path, Column], values: Mapping[str, Any], prefix: Path = ()) -> dict[str, Any]:
     """Returns `values` in the dtypes of `fields`, cast as C does: 1.9 becomes 1, and 300 becomes 44 in uint8.
 
     What is no number, and names that are no field's, stay as they are: the writer refuses them.

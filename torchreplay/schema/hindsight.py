@@ -24,7 +24,7 @@ from torchreplay.schema.batch_plan import (
     reward_field,
     roles_of,
 )
-from torchreplay.schema.spec import Field, Path
+from torchreplay.schema.spec import Column, Path
 from torchreplay.validation import as_floats, as_numbers, checked_choice
 
 GoalFunction: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Any]
@@ -126,11 +126,11 @@ class Hindsight:
         """When an item can be drawn, for errors."""
         return "only the steps of an episode that a flag has ended are items"
 
-    def roles(self, fields: Mapping[Path, Field]) -> Roles:
+    def roles(self, fields: Mapping[Path, Column]) -> Roles:
         """Returns the fields' roles; raises ValueError for a spec that does not fit the view."""
         return roles_of(fields, self.observation, self.terminated, self.truncated, self.reward)
 
-    def plan(self, fields: Mapping[Path, Field]) -> BatchPlan:
+    def plan(self, fields: Mapping[Path, Column]) -> BatchPlan:
         """Returns how a batch is built; raises ValueError for a spec that does not fit the view."""
         plan = BatchPlan(fields, 1, self.gamma, self.strategy, self.share)
         observed = observation_fields(fields, self.observation)

@@ -41,6 +41,9 @@ Spec: TypeAlias = Mapping[str, "Field | Ragged | Spec"]
 
 Path: TypeAlias = tuple[str, ...]
 
+Column: TypeAlias = "Field | Ragged"
+"""What a name of a spec stands for: values of one shape, or of any length."""
+
 
 @dataclass(frozen=True, slots=True, init=False)
 class Field:
@@ -94,8 +97,9 @@ class Ragged:
     Args:
         dtype: As for `Field`.
         shape: Of one element, as for `Field`; `()` for a number, such as a token or a byte.
-        like: The name of another ragged field, `"obs/tokens"` for a nested one. Each row has as many elements in this
-            field as in that one, and batches have one set of offsets for both.
+        like: The name of another ragged field, `"obs/tokens"` for a nested one, also as it is called within the same
+            dict. Each row has as many elements in this field as in that one, and batches have one set of offsets for
+            both.
 
     Raises:
         ValueError: As `Field`, or `like` is empty.
@@ -171,35 +175,21 @@ def as_torch_dtype(dtype: Any) -> torch.dtype:
     return found
 
 
-def flatten(spec: Spec) -> dict[Path, Field]:
+def flatten(spec: Spec) -> dict[Path, Column]:
     """Returns the fields of a spec by their path, in the spec's order.
 
-    Raises:
-        ValueError: No field at all or more than 4,096, a reserved or unusable name, or a value that is neither `Field`
-            nor dict.
-    """
-    fields: dict[Path, Field] = {}
-    for path, column in columns_of(spec).items():
-        if isinstance(column, Ragged):
-            _refuse(path, column)
-        fields[path] = column
-    return fields
-
-
-def columns_of(spec: Spec) -> dict[Path, Field | Ragged]:
-    """Returns what `flatten` does, also of a spec with ragged fields.
-
-    `like` of each leads to a field that has none: of fields that are like each other it names the first one.
+    `like` of a ragged field leads to one that has none: of fields that are like each other it names the first one.
 
     Raises:
-        ValueError: As `flatten`; or `like` is the field itself, no ragged field, or leads in a circle.
+        ValueError: No field at all or more than 4,096, a reserved or unusable name, or a value that is neither a field
+            nor dict. Or `like` is the field itself, no ragged field, or leads in a circle.
     """
     given: Any = spec
     if not isinstance(given, Mapping) or not given or _advice(given):
         raise ValueError(
             f"the spec is {given!r:.200}: expected a non-empty dict of names to torchreplay.Field{_advice(given)}"
         )
-    columns = dict(_columns_of(spec, ()))
+    columns: dict[Path, Column] = dict(_columns_of(spec, ()))
     if len(columns) > MAX_FIELDS:
         raise ValueError(f"the spec has {len(columns):,} fields: expected at most {MAX_FIELDS:,}; make arrays of them")
     ragged = any(isinstance(column, Ragged) for column in columns.values())
@@ -211,12 +201,27 @@ def columns_of(spec: Spec) -> dict[Path, Field | Ragged]:
     return {path: _resolved(columns, path) for path in columns} if ragged else columns
 
 
-def _resolved(columns: Mapping[Path, Field | Ragged], path: Path) -> Field | Ragged:
+def ragged_fields(columns: Mapping[Path, Column]) -> list[str]:
+    """Returns the names of the ragged fields, nested ones joined by '/'."""
+    return ["/".join(path) for path, column in columns.items() if isinstance(column, Ragged)]
+
+
+def fixed_fields(columns: Mapping[Path, Column], what: str) -> dict[Path, Field]:
+    """Returns the fields; raises ValueError where there are ragged ones, which `what` does not take."""
+    if names := ragged_fields(columns):
+        raise ValueError(
+            f"{what} takes fields of one shape only, and {', '.join(map(repr, names))} "
+            f"{'is' if len(names) == 1 else 'are'} Ragged: pad the values to a Field((longest, ...)), or leave them out"
+        )
+    return {path: column for path, column in columns.items() if isinstance(column, Field)}
+
+
+def _resolved(columns: Mapping[Path, Column], path: Path) -> Column:
     """Returns a column whose `like`, if it has one, is the first of the fields that it leads to."""
     column = first = columns[path]
     way = [path]
     while isinstance(first, Ragged) and first.like is not None:
-        way.append(tuple(first.like.split("/")))
+        way.append(_named_by(first.like, columns, way[-1]))
         names = " -> ".join(repr("/".join(step)) for step in way)
         if way[-1] in way[:-1]:
             raise ValueError(f"like leads in a circle, {names}: expected a field of a length of its own at the end")
@@ -233,7 +238,14 @@ def _resolved(columns: Mapping[Path, Field | Ragged], path: Path) -> Field | Rag
     )
 
 
-def _columns_of(value: Any, path: Path) -> Iterator[tuple[Path, Field | Ragged]]:
+def _named_by(like: str, columns: Mapping[Path, Column], path: Path) -> Path:
+    """Returns the path that `like` of the field at `path` names: of the whole spec, or within a dict that it is in."""
+    name = tuple(like.split("/"))
+    within = (path[:depth] + name for depth in range(len(path)))
+    return next((found for found in within if found in columns), name)
+
+
+def _columns_of(value: Any, path: Path) -> Iterator[tuple[Path, Column]]:
     name = "/".join(path)
     if isinstance(value, (Field, Ragged)):
         yield path, value
@@ -294,18 +306,37 @@ def spec_like(rows: Mapping[str, Any], leading: int = 1) -> dict[str, Any]:
     return spec
 
 
-def to_native(fields: Mapping[Path, Field]) -> list[tuple[Path, int, tuple[int, ...]]]:
-    """Returns the form in which the native core and the segment's description take fields."""
-    return [(path, ELEMENTS.index(field.dtype), field.shape) for path, field in fields.items()]
+def to_native(fields: Mapping[Path, Column]) -> list[tuple[Any, ...]]:
+    """Returns the form in which the native core and the segment's description take fields.
+
+    A ragged one has a fourth part: the position of the field whose length it has, which may be its own.
+    """
+    paths = list(fields)
+
+    def native(path: Path, field: Column) -> tuple[Any, ...]:
+        fixed = path, ELEMENTS.index(field.dtype), field.shape
+        if isinstance(field, Field):
+            return fixed
+        return *fixed, paths.index(path if field.like is None else tuple(field.like.split("/")))
+
+    return [native(path, field) for path, field in fields.items()]
 
 
-def from_native(fields: list[Any]) -> dict[Path, Field]:
+def from_native(fields: list[Any]) -> dict[Path, Column]:
     """Returns fields by path from the form that `to_native` gives, also after a turn through JSON.
 
     Raises:
         ValueError, TypeError, IndexError: They are no fields of a spec.
     """
-    found = {tuple(path): Field(tuple(shape), ELEMENTS[int(element)]) for path, element, shape in fields}
+    paths = [tuple(path) for path, *_ in fields]
+
+    def column(place: int, element: Any, shape: Any, of: int | None = None) -> Column:
+        dtype = ELEMENTS[int(element)]
+        if of is None:
+            return Field(tuple(shape), dtype)
+        return Ragged(dtype, tuple(shape), None if of == place else "/".join(paths[of]))
+
+    found = {paths[place]: column(place, *parts) for place, (_, *parts) in enumerate(fields)}
     if len(found) != len(fields) or flatten(nest(found)) != found:
         raise ValueError(f"{fields!r:.200} are no fields of a spec")
     return found
