@@ -94,7 +94,9 @@ class RaggedBatch {
   };
 
   explicit RaggedBatch(const RaggedPlan& plan) : values(plan.outputs.size()), lengths(plan.groups.size()) {}
-  ~RaggedBatch() { let_go(nullptr); }
+  ~RaggedBatch() {
+    if (block_) block_->release();
+  }
   RaggedBatch(const RaggedBatch&) = delete;
 
   // What the caller sets before a draw: the most elements that the batch may have in each group (-1: any number; empty:
@@ -133,7 +135,7 @@ class RaggedBatch {
     }
     const bool fits = given && !again && bytes_ <= given_bytes;
     Block* const fresh = fits ? nullptr : Block::make_alike(bytes_, 1);
-    Block* const before = std::exchange(block_, fresh);
+    Block* const before = std::exchange(block_, fresh);  // a forked child that draws again has no block of the pool's
     data_ = fits ? given : fresh->data();
     size_t next = 0;
     for (Values& v : values) v.data = data_ + at[next++];
@@ -146,11 +148,6 @@ class RaggedBatch {
   }
 
  private:
-  // In this order: a forked child that finds it half done never uses memory that the pool has.
-  void let_go(Block* next) {
-    if (Block* const before = std::exchange(block_, next)) before->release();
-  }
-
   Block* block_ = nullptr;
   char* data_ = nullptr;
   uint64_t bytes_ = 0;
