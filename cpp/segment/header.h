@@ -210,6 +210,7 @@ struct FileState {
   std::atomic<Phase> phase;
   uint64_t boot;                       // of the machine, when it was opened last
   uint64_t seal;                       // kSealed: hash of the header
+  uint64_t lengths;                    // at rest: hash of where the values of any length lie, and how long they are
   std::atomic<uint64_t> dropped_rows;  // rows that were being written when everybody had died
   uint64_t place;                      // of the file that was opened last: a copy lies elsewhere; 0: not known
 };

@@ -22,6 +22,17 @@ inline void require_intact(bool good, const std::string& what) {
   if (!good) throw NotASegment("the file is damaged: " + what);
 }
 
+// Of the runs and lengths of all rows. O(capacity).
+inline uint64_t hash_of_lengths(const SegmentMemory& m) {
+  Hash hash;
+  for (uint64_t slot = 0; m.has_pages() && slot < m.capacity(); slot++) {
+    if (!m.at(slot)) continue;
+    hash.mix(*m.run1_of_row(slot));
+    for (uint32_t g = 0; g < m.layout().pages.groups; g++) hash.mix(*m.length_of_row(slot, g));
+  }
+  return hash.value();
+}
+
 // Looks for what no death of a process can leave. Reads only. O(capacity).
 class Examination {
  public:
@@ -104,6 +115,7 @@ class Examination {
     }
     for (uint64_t page = 0; page < memory_.layout().pages.count; page++) owned -= memory_.owner1(page) != 0;
     require_intact(owned == 0, "rows of pages");
+    require_intact(memory_.file().lengths == hash_of_lengths(memory_), "lengths of the values");
   }
 
   uint64_t word_of(uint64_t slot) const { return memory_.row(slot).word.load(std::memory_order_relaxed); }
@@ -205,6 +217,7 @@ inline void seal_segment(SegmentMemory& m) {
     lock.absorb();
     file.dropped_rows += settle(m);
   }
+  file.lengths = hash_of_lengths(m);
   sync_file(m);
   file.seal = seal_of(m);
   file.phase = Phase::kSealed;
