@@ -205,7 +205,7 @@ class SegmentMemory {
   static constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
 
   static uint64_t row_bytes(const Layout& layout) {
-    uint64_t bytes = layout.record_stride;
+    uint64_t bytes = layout.record_stride + layout.pages.count * layout.pages.bytes / layout.capacity;
     for (const Field& f : layout.fields) bytes += f.own_array ? f.nbytes : 0;
     return bytes;
   }
