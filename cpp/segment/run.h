@@ -25,8 +25,8 @@ inline uint64_t start_of_run(const SegmentMemory& m, uint64_t head, uint64_t n) 
 }
 
 // Reads the run and the lengths of the row in a slot, which may change meanwhile. The caller then looks whether the
-// row's word is the same. False for what no writer writes: whatever lies in shared memory or in a file, nobody reads
-// past an end.
+// row's word is the same. False for what no writer writes: shared memory and files may hold anything, and nobody is to
+// read past an end.
 inline bool read_run(const SegmentMemory& m, uint64_t slot, Run& run, uint32_t* lengths) {
   const Layout& layout = m.layout();
   const Pages& pages = layout.pages;

@@ -32,7 +32,6 @@ class RingWriter {
       : memory_(memory),
         entry_(memory.participant(id)),
         writer_(static_cast<uint64_t>(id)),
-        pages_(memory, id),
         queued_(memory.header().sampler.makes_writers_wait()),
         gated_(gated && !queued_),
         linked_(memory.layout().view.linked()) {}
@@ -54,23 +53,33 @@ class RingWriter {
   template <class Rows, class Fill>
     requires(!std::is_pointer_v<std::remove_reference_t<Rows>>)
   Append append(uint64_t n, Rows&& rows, int64_t* keys, uint64_t& written, Fill&& fill) {
+    const uint64_t before = written;
+    const Append outcome =
+        memory_.has_pages() ? append_ragged(n, rows, keys, written, fill) : append_fixed(n, rows, keys, written, fill);
+    count(written - before);
+    if (written > before) wake_learners(static_cast<uint64_t>(keys[written - 1]));
+    return outcome;
+  }
+
+ private:
+  struct GivenRows {
+    const RowMeta* given;
+    const RowMeta& meta(uint64_t row) const { return given[row]; }
+    void commit(uint64_t, uint64_t) const {}
+  };
+
+  template <class Rows, class Fill>
+  Append append_fixed(uint64_t n, Rows& rows, int64_t* keys, uint64_t& written, Fill& fill) {
     Header& h = memory_.header();
     const uint64_t capacity = memory_.capacity();
     const uint64_t chunk_limit = std::max<uint64_t>(1, std::min(kMaxChunk, capacity / 4));
     const uint64_t patience = std::max<uint64_t>(kMaxChunk, capacity);
     uint64_t holes = 0;
-    const uint64_t before = written;
-    const auto end = [&](Append outcome) {
-      count(written - before);
-      if (written > before) wake_learners(static_cast<uint64_t>(keys[written - 1]));
-      return outcome;
-    };
-    if (memory_.has_pages()) return end(append_ragged(n, rows, keys, written, fill));
     while (written < n) {
       const uint64_t head = h.head.load(std::memory_order_relaxed);
-      if (gated_ && h.gate.is_shut(head)) return end(Append::kGated);
+      if (gated_ && h.gate.is_shut(head)) return Append::kGated;
       if (head >= h.ticket_limit.load(std::memory_order_relaxed))
-        return end(head < kMaxKeys ? Append::kLimited : Append::kSpent);
+        return head < kMaxKeys ? Append::kLimited : Append::kSpent;
       uint64_t chunk = std::min(n - written, chunk_limit), first = head;
       // Before the look at wake_at: a learner that waits says there what wakes it, and then looks at the head.
       if (!queued_)
@@ -82,7 +91,7 @@ class RingWriter {
         const uint64_t slot = memory_.slot_of(key);
         if constexpr (requires { rows.announce(written, key); }) rows.announce(written, key);
         const Fate fate = write(key, slot, rows.meta(written), [&] { fill(written, slot); });
-        if (fate == Fate::kLost) return end(Append::kLost);
+        if (fate == Fate::kLost) return Append::kLost;
         if (fate == Fate::kHole) {
           TORCHREPLAY_FAULT("append.hole");
           holes++;
@@ -94,24 +103,18 @@ class RingWriter {
         TORCHREPLAY_FAULT("append.committed");
         holes = 0;
       }
-      if (holes >= patience) return end(Append::kStalled);
+      if (holes >= patience) return Append::kStalled;
     }
-    return end(Append::kDone);
+    return Append::kDone;
   }
-
- private:
-  struct GivenRows {
-    const RowMeta* given;
-    const RowMeta& meta(uint64_t row) const { return given[row]; }
-    void commit(uint64_t, uint64_t) const {}
-  };
 
   // Row by row, since nobody is to hold tickets while others copy long values: a run of pages, then its row.
   template <class Rows, class Fill>
-  Append append_ragged(uint64_t n, Rows& rows, int64_t* keys, uint64_t& written, Fill& fill) {
+  [[gnu::noinline]] Append append_ragged(uint64_t n, Rows& rows, int64_t* keys, uint64_t& written, Fill& fill) {
     Header& h = memory_.header();
     const uint64_t patience = std::max<uint64_t>(kMaxChunk, memory_.capacity());
     const std::vector<uint32_t> none(memory_.layout().pages.groups);
+    if (!pages_) pages_.emplace(memory_, static_cast<int>(writer_));
     for (uint64_t holes = 0; written < n;) {
       const uint64_t head = h.head.load(std::memory_order_relaxed);
       if (gated_ && h.gate.is_shut(head)) return Append::kGated;
@@ -133,7 +136,7 @@ class RingWriter {
         describe_run(slot, lengths);
       });
       if (fate == Fate::kLost) {
-        pages_.abandon();
+        pages_->abandon();
         return Append::kLost;
       }
       if (fate == Fate::kHole) {
@@ -142,7 +145,7 @@ class RingWriter {
         continue;
       }
       TORCHREPLAY_FAULT("append.done");
-      if (pages_.run().pages) pages_.forget();
+      if (pages_->run().pages) pages_->forget();
       rows.commit(written, key);
       keys[written++] = static_cast<int64_t>(key);
       TORCHREPLAY_FAULT("append.committed");
@@ -156,8 +159,8 @@ class RingWriter {
   std::optional<Append> fill_run(uint64_t row, const uint32_t* lengths, Fill& fill) {
     const Layout& layout = memory_.layout();
     const uint64_t n = pages_of(layout, place_values(layout.ragged, lengths, nullptr));
-    while (n > 0 && pages_.run().pages == 0) {
-      switch (pages_.take(n)) {
+    while (n > 0 && pages_->run().pages == 0) {
+      switch (pages_->take(n)) {
         case PageRing::Taken::kLimited:
           return Append::kLimited;
         case PageRing::Taken::kStalled:
@@ -167,10 +170,10 @@ class RingWriter {
         case PageRing::Taken::kRun:
           break;
       }
-      if constexpr (requires { fill.run(row, pages_.data()); }) fill.run(row, pages_.data());
+      if constexpr (requires { fill.run(row, pages_->data()); }) fill.run(row, pages_->data());
       TORCHREPLAY_FAULT("pages.copied");
-      if (!pages_.commit() && !memory_.liveness().holds(static_cast<int>(writer_))) {
-        pages_.abandon();
+      if (!pages_->commit() && !memory_.liveness().holds(static_cast<int>(writer_))) {
+        pages_->abandon();
         return Append::kLost;
       }
     }
@@ -178,7 +181,7 @@ class RingWriter {
   }
 
   void describe_run(uint64_t slot, const uint32_t* lengths) const {
-    const Run& run = pages_.run();
+    const Run& run = pages_->run();
     __atomic_store_n(memory_.run1_of_row(slot), run.pages ? run.first + 1 : 0, __ATOMIC_RELAXED);
     for (uint32_t g = 0; g < memory_.layout().pages.groups; g++)
       __atomic_store_n(memory_.length_of_row(slot, g), lengths[g], __ATOMIC_RELAXED);
@@ -249,8 +252,8 @@ class RingWriter {
   SegmentMemory& memory_;
   Participant& entry_;
   uint64_t writer_;
-  PageRing pages_;
-  bool queued_;  // it waits for learners
+  std::optional<PageRing> pages_;  // made when it is first needed: most segments have none
+  bool queued_;                    // it waits for learners
   bool gated_;
   bool linked_;
 };
