@@ -3,8 +3,8 @@
 #include <memory>
 
 #include "explorers.h"
+#include "invariants.h"
 #include "ragged.h"
-#include "traced.h"
 #include "views.h"
 
 BOOST_AUTO_TEST_SUITE(test_page_follower)
@@ -28,19 +28,6 @@ std::unique_ptr<SegmentMemory> ring_of(uint64_t capacity, uint64_t pages = kPage
 
 bool is_drawable(const SegmentMemory& m, uint64_t slot) { return m.tree().leaf(static_cast<int64_t>(slot)) > 0; }
 
-// Writes a row with values of so many bytes, and returns its slot.
-uint64_t append_bytes(SegmentMemory& m, uint32_t bytes, const RowMeta& meta = {}) {
-  struct Fill {
-    uint32_t given[2];
-    void operator()(uint64_t, uint64_t) const {}
-    const uint32_t* lengths(uint64_t) const { return given; }
-  } fill{{0, bytes}};
-  int64_t key = -1;
-  uint64_t written = 0;
-  BOOST_REQUIRE((RingWriter(m, kWriter).append(1, &meta, &key, written, fill) == Append::kDone));
-  return m.slot_of(static_cast<uint64_t>(key));
-}
-
 void check(SegmentMemory& m) {
   settle(m);
   const std::string v = violation(m);
@@ -51,19 +38,19 @@ void check(SegmentMemory& m) {
 
 BOOST_AUTO_TEST_CASE(a_row_goes_when_its_first_page_is_issued_again_and_not_before) {
   auto m = ring_of(100, 16);
-  for (int i = 0; i < 4; i++) append_bytes(*m, 256);  // all pages
+  for (int i = 0; i < 4; i++) append_bytes(*m, kWriter, 256);  // all pages
   check(*m);
   BOOST_TEST(m->header().rows == 4U);
-  append_bytes(*m, 64);
+  append_bytes(*m, kWriter, 64);
   check(*m);
   BOOST_TEST(!is_drawable(*m, 0));
   for (uint64_t slot = 1; slot < 5; slot++) BOOST_TEST(is_drawable(*m, slot));
-  for (int i = 0; i < 3; i++) append_bytes(*m, 64);  // the rest of the row that is gone
+  for (int i = 0; i < 3; i++) append_bytes(*m, kWriter, 64);  // the rest of the row that is gone
   check(*m);
   BOOST_TEST(m->header().rows == 7U);
   BOOST_TEST(m->header().evicted_by_pages == 1U);
   BOOST_TEST(m->header().evicted_unsampled == 1U);
-  append_bytes(*m, 64);
+  append_bytes(*m, kWriter, 64);
   check(*m);
   BOOST_TEST(!is_drawable(*m, 1));
   BOOST_TEST(m->header().evicted_by_pages == 2U);
@@ -71,23 +58,23 @@ BOOST_AUTO_TEST_CASE(a_row_goes_when_its_first_page_is_issued_again_and_not_befo
 
 BOOST_AUTO_TEST_CASE(rows_without_values_stay_for_as_long_as_their_slots) {
   auto m = ring_of(10, 16);
-  append_bytes(*m, 0);
-  for (int i = 0; i < 9; i++) append_bytes(*m, 256);
+  append_bytes(*m, kWriter, 0);
+  for (int i = 0; i < 9; i++) append_bytes(*m, kWriter, 256);
   check(*m);
   BOOST_TEST(is_drawable(*m, 0));
   BOOST_TEST(m->header().rows == 5U);
-  append_bytes(*m, 0);
+  append_bytes(*m, kWriter, 0);
   check(*m);
   BOOST_TEST(m->at(0) == 11U);
 }
 
 BOOST_AUTO_TEST_CASE(a_page_whose_row_was_overwritten_evicts_nobody_else) {
   auto m = ring_of(3, 16);
-  for (int i = 0; i < 9; i++) append_bytes(*m, 64);  // each slot has had three rows
+  for (int i = 0; i < 9; i++) append_bytes(*m, kWriter, 64);  // each slot has had three rows
   check(*m);
   BOOST_TEST(m->header().rows == 3U);
   for (int i = 0; i < 30; i++) {
-    append_bytes(*m, i % 3 ? 0 : 128);
+    append_bytes(*m, kWriter, i % 3 ? 0 : 128);
     check(*m);
     BOOST_TEST(m->header().rows == 3U);
   }
@@ -100,7 +87,7 @@ BOOST_AUTO_TEST_CASE(a_row_whose_writer_was_stopped_for_a_turn_of_the_pages_is_n
   while (!run.advance()) {
   }
   BOOST_REQUIRE(run.run().pages > 0U);
-  for (int i = 0; i < 5; i++) append_bytes(*m, 256);
+  for (int i = 0; i < 5; i++) append_bytes(*m, kWriter, 256);
   check(*m);
   SteppedWriter slow(*m, kSlow);
   slow.take_ticket();
@@ -109,18 +96,18 @@ BOOST_AUTO_TEST_CASE(a_row_whose_writer_was_stopped_for_a_turn_of_the_pages_is_n
   check(*m);
   BOOST_TEST(!is_drawable(*m, slow.slot()));
   BOOST_TEST(m->row(slow.slot()).word.load() == slot_word::voided(slow.key()));
-  for (int i = 0; i < 4; i++) append_bytes(*m, 256);
+  for (int i = 0; i < 4; i++) append_bytes(*m, kWriter, 256);
   check(*m);
   BOOST_TEST(m->header().rows == 4U);
 }
 
 BOOST_AUTO_TEST_CASE(a_row_whose_pages_nobody_has_followed_yet_waits_for_the_next_absorption) {
   auto m = ring_of(4, 16);
-  for (int i = 0; i < 4; i++) append_bytes(*m, 128);
+  for (int i = 0; i < 4; i++) append_bytes(*m, kWriter, 128);
   check(*m);
   // A learner has looked at the pages, and the row comes before it looks at its slot.
   const uint64_t followed = m->header().followed;
-  append_bytes(*m, 128);
+  append_bytes(*m, kWriter, 128);
   PageFollower follower(*m);
   Run run;
   const uint64_t word = m->row(0).word.load();
@@ -135,7 +122,7 @@ BOOST_AUTO_TEST_CASE(a_row_whose_pages_nobody_has_followed_yet_waits_for_the_nex
 
 BOOST_AUTO_TEST_CASE(a_row_whose_pages_were_spoilt_goes_when_it_could_not_be_drawn) {
   auto m = ring_of(4, 16);
-  for (int i = 0; i < 4; i++) append_bytes(*m, 256);
+  for (int i = 0; i < 4; i++) append_bytes(*m, kWriter, 256);
   check(*m);
   m->page_word(6) = slot_word::voided(6);  // of the second row
   {
@@ -149,9 +136,9 @@ BOOST_AUTO_TEST_CASE(a_row_whose_pages_were_spoilt_goes_when_it_could_not_be_dra
 BOOST_AUTO_TEST_CASE(a_row_of_lengths_that_no_writer_writes_is_none) {
   for (uint32_t length : {17U * 64, (1U << 31) - 1, 1U << 31, 0U}) {
     auto m = ring_of(4, 16);
-    append_bytes(*m, 64);
-    *m->length_of_row(append_bytes(*m, 64), 1) = length;
-    append_bytes(*m, 64);
+    append_bytes(*m, kWriter, 64);
+    *m->length_of_row(append_bytes(*m, kWriter, 64), 1) = length;
+    append_bytes(*m, kWriter, 64);
     check(*m);
     for (uint64_t slot = 0; slot < 3; slot++) BOOST_TEST(is_drawable(*m, slot) == (slot != 1));
   }
@@ -161,7 +148,7 @@ BOOST_AUTO_TEST_CASE(items_of_several_rows_go_with_the_first_row_that_has_lost_i
   auto m = ring_of(20, 16, transitions(2));
   Stream stream;
   const auto write = [&](const RowMeta& meta) {
-    const uint64_t slot = append_bytes(*m, 128, meta);
+    const uint64_t slot = append_bytes(*m, kWriter, 128, meta);
     stream.wrote(m->header().head.load() - 1, meta);
     return slot;
   };
@@ -177,7 +164,7 @@ BOOST_AUTO_TEST_CASE(items_of_several_rows_go_with_the_first_row_that_has_lost_i
 BOOST_AUTO_TEST_CASE(more_pages_than_one_chunk_are_followed_in_several_steps) {
   auto m = make_segment(ragged_plan(10'000, 200'000 * 64));
   BOOST_REQUIRE(m->layout().pages.count == 200'000U);
-  for (int i = 0; i < 8; i++) append_bytes(*m, 40'000 * 64);
+  for (int i = 0; i < 8; i++) append_bytes(*m, kWriter, 40'000 * 64);
   BOOST_TEST(PageFollower(*m).step() == false);
   BOOST_TEST(m->header().followed == 120'000U + PageFollower::kChunk);  // pages of two turns ago need no look
   check(*m);
@@ -330,65 +317,6 @@ BOOST_AUTO_TEST_CASE(whatever_writers_do_the_rows_there_are_those_that_lost_neit
   BOOST_TEST(written > 10'000U);
   BOOST_TEST(drawable > 10'000U);
   BOOST_TEST(by_pages > 1000U);
-}
-
-namespace {
-
-// Rows settled, rows to adopt, a row whose pages are gone, one whose writer lags, a lost run, and a busy one.
-std::unique_ptr<SegmentMemory> eventful(const View& view) {
-  auto m = ring_of(12, 24, view);
-  Stream stream;
-  const auto write = [&](uint32_t bytes) {
-    const RowMeta meta = !view.linked() ? RowMeta{} : stream.running ? stream.next() : stream.reset();
-    append_bytes(*m, bytes, meta);
-    stream.wrote(m->header().head.load() - 1, meta);
-  };
-  for (uint32_t bytes : {128, 0, 128, 192, 256, 128, 0, 192}) write(bytes);
-  settle(*m);
-  for (uint64_t number = 3; number < 5; number++) {  // they never come to their rows
-    SteppedRun run(*m, kSlow, number, 30);
-    for (int i = 0; i < 5; i++) run.advance();
-    if (number == 3) reclaim(*m, kSlow);
-  }
-  for (uint32_t bytes : {64, 128, 0, 256, 192, 64}) write(bytes);
-  return m;
-}
-
-std::string nothing(SegmentMemory&) { return ""; }
-
-}  // namespace
-
-BOOST_AUTO_TEST_CASE(a_learner_killed_at_any_instruction_while_it_follows_pages_leaves_what_a_survivor_completes,
-                     *kWhereTracingIsAllowed) {
-  for (const View& view : {View{}, transitions(2)}) {
-    auto m = eventful(view);
-    const uint64_t page_head = m->header().page_head.load();
-    BOOST_REQUIRE(page_head > 24U);
-    kill_everywhere(*m, [&] { settle(*m); }, nothing);
-  }
-}
-
-BOOST_AUTO_TEST_CASE(whoever_repairs_all_that_follows_from_the_rows_and_dies_at_any_instruction_can_be_repaired,
-                     *kWhereTracingIsAllowed) {
-  for (const View& view : {View{}, transitions(2)}) {
-    auto m = eventful(view);
-    m->header().dirty = Dirty::kLinks;
-    kill_everywhere(*m, [&] { const SegmentLock repairs(*m); }, nothing);
-  }
-}
-
-BOOST_AUTO_TEST_CASE(a_repair_finds_the_same_rows_as_an_absorption) {
-  for (const View& view : {View{}, transitions(2)}) {
-    auto absorbed = eventful(view), repaired = eventful(view);
-    settle(*absorbed);
-    repaired->header().dirty = Dirty::kLinks;
-    settle(*repaired);
-    BOOST_TEST(violation(*repaired) == "");
-    for (uint64_t slot = 0; slot < 12; slot++) {
-      BOOST_TEST(absorbed->at(slot) == repaired->at(slot));
-      BOOST_TEST(is_drawable(*absorbed, slot) == is_drawable(*repaired, slot));
-    }
-  }
 }
 
 BOOST_AUTO_TEST_SUITE_END()

@@ -88,6 +88,20 @@ inline Appended append_ragged(SegmentMemory& m, int id, uint64_t n, uint64_t fir
   return {outcome, keys, fill.runs};
 }
 
+// Writes a row with values of so many bytes, and returns its slot.
+inline uint64_t append_bytes(SegmentMemory& m, int id, uint32_t bytes, const RowMeta& meta = {}) {
+  struct Fill {
+    uint32_t given[2];
+    void operator()(uint64_t, uint64_t) const {}
+    const uint32_t* lengths(uint64_t) const { return given; }
+  } fill{{0, bytes}};
+  int64_t key = -1;
+  uint64_t written = 0;
+  if (RingWriter(m, id).append(1, &meta, &key, written, fill) != Append::kDone)
+    throw std::runtime_error("the row was not written");
+  return m.slot_of(static_cast<uint64_t>(key));
+}
+
 // A writer of pages that may lag or die between any two steps: said, tickets, busy, copied, done. Its row is that of a
 // SteppedWriter. Steps are those of the protocol, written down a second time.
 class SteppedRun {
