@@ -35,8 +35,7 @@ inline PyObject* segment_regions(PyObject*, PyObject* args) {
     PyObject *list, *view;
     if (!PyArg_ParseTuple(args, "KOOK", &capacity, &list, &view, &text)) throw PythonError{};
     const Fields fields = Fields::parse(list);
-    return regions_of(
-        make_layout(capacity, fields.columns(), segment::parse_view(view), config_bytes(fields.specs.size(), text)));
+    return regions_of(segment::Shape::parse(view).layout_of(capacity, fields, text));
   });
 }
 

@@ -90,10 +90,9 @@ def copy_rows(source: _C.Segment, target: _C.Segment, config: Config, capacity: 
     Raises:
         RuntimeError: `source` is being restored.
     """
-    fields = config.fixed_fields("copy()")
-    row_bytes = 32 + sum(field.nbytes for field in fields.values())
+    row_bytes = 32 + sum(field.nbytes for field in config.fields.values())
     slots = max(1, min(config.capacity, SHARD_BYTES // row_bytes))
-    key_column = len(fields) + list(ROW_COLUMNS).index("/key")
+    key_column = len(config.fields) + list(ROW_COLUMNS).index("/key")
     imports = source.imports
     rows = _C.Import(target, 0)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -64,6 +64,10 @@ class ReplayBatch(dict[str, Any]):
         >>> batch = buffer.sample(4)
         >>> batch
         ReplayBatch(obs: float32[4, 3], reward: float32[4], key: int64[4], weight: float32[4], probability: float32[4])
+        >>> texts = tr.ReplayBuffer({"tokens": tr.Ragged(torch.int32)}, capacity=100, ragged_bytes=1 << 20)
+        >>> ragged = texts.gather(texts.extend(tokens=[[1, 2, 3], [4]]))
+        >>> ragged
+        ReplayBatch(tokens: int32[4 in 2], key: int64[2], weight: float32[2], probability: float32[2])
     """
 
     __slots__ = ("holder", "source")
@@ -91,6 +95,10 @@ class ReplayBatch(dict[str, Any]):
 
         Raises:
             KeyError: The batch has no ragged field of that name.
+
+        Example:
+            >>> ragged["tokens"], ragged.offsets("tokens")
+            (tensor([1, 2, 3, 4], dtype=torch.int32), tensor([0, 3, 4], dtype=torch.int32))
         """
         return self._bounds_of(name).offsets
 
@@ -105,6 +113,10 @@ class ReplayBatch(dict[str, Any]):
 
         Raises:
             KeyError: As `offsets`.
+
+        Example:
+            >>> ragged.lengths("tokens")
+            tensor([3, 1])
         """
         return self._bounds_of(name).lengths
 
@@ -123,6 +135,11 @@ class ReplayBatch(dict[str, Any]):
         Raises:
             KeyError: As `offsets`.
             ValueError: The field's dtype does not hold `value`, `side` is neither, or `multiple_of` is below 1.
+
+        Example:
+            >>> ragged.padded("tokens", value=-1, multiple_of=2)
+            tensor([[ 1,  2,  3, -1],
+                    [ 4, -1, -1, -1]], dtype=torch.int32)
         """
         offsets, lengths = self._bounds_of(name)
         values = self._leaf(name)
@@ -150,6 +167,10 @@ class ReplayBatch(dict[str, Any]):
 
         Raises:
             KeyError: As `offsets`.
+
+        Example:
+            >>> [value.tolist() for value in ragged.nested("tokens").unbind()]
+            [[1, 2, 3], [4]]
         """
         return _jagged(self._leaf(name), *self._bounds_of(name))
 
@@ -326,6 +347,33 @@ def keys_of(batch: dict[str, Any], source: int) -> Any:
     if getattr(batch, "source", None) not in (source, None):
         raise ValueError("the batch was drawn from another buffer: give it to that one")
     return batch.get("key")
+
+
+def joined_offsets(batches: Sequence[ReplayBatch]) -> dict[str, Any] | None:
+    """Returns the offsets of the values of several batches, one after the other; None: they have no ragged fields.
+
+    Raises:
+        OverflowError: There are more elements of a field than int32 offsets can say.
+    """
+    if not batches[0]._bounds():
+        return None
+    once: dict[int, torch.Tensor] = {}  # of fields that are like each other
+
+    def joined(levels: list[Any]) -> Any:
+        if isinstance(levels[0], Mapping):
+            return {name: joined([level[name] for level in levels]) for name in levels[0]}
+        return once.setdefault(id(levels[0]), _one_after_the_other(levels))
+
+    offsets: dict[str, Any] = joined([batch["offsets"] for batch in batches])
+    return offsets
+
+
+def _one_after_the_other(offsets: Sequence[torch.Tensor]) -> torch.Tensor:
+    ends = [int(part[-1]) for part in offsets]
+    if sum(ends) > torch.iinfo(torch.int32).max:
+        raise OverflowError(f"a batch would have {sum(ends):,} elements in a ragged field: draw fewer items")
+    before = [sum(ends[:position]) for position in range(len(ends))]
+    return torch.cat([offsets[0][:1], *(part[1:] + shift for part, shift in zip(offsets, before, strict=True))])
 
 
 def _moved(value: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:

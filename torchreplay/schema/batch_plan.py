@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchreplay.schema.spec import Column, Field, Path, Ragged
+from torchreplay.schema.spec import Column, Field, Path, Ragged, to_native
 from torchreplay.validation import checked_instance
 
 
@@ -51,6 +51,14 @@ class BatchPlan:
     discount: Path | None = None
     outputs: dict[Path, Column] = field(default_factory=dict)
     native: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    several: set[Path] = field(default_factory=set)
+    """Ragged outputs of which an item has a value for each of several rows."""
+
+    def native_outputs(self) -> list[tuple[Any, ...]]:
+        """Returns the form in which the native core takes the tensors: as `to_native` gives it, and `several`."""
+        return [
+            (*output, output[0] in self.several) if len(output) > 3 else output for output in to_native(self.outputs)
+        ]
 
     @property
     def discount_field(self) -> int:
@@ -71,10 +79,12 @@ class BatchPlan:
             ValueError: Two outputs would have one name.
         """
         source = self.fields[path]
-        ragged = isinstance(source, Ragged)
-        self._put(
-            to or path, Ragged(source.dtype, source.shape) if ragged else Field(lead + source.shape, source.dtype)
-        )
+        if isinstance(source, Ragged):
+            self._put(to or path, Ragged(source.dtype, source.shape))
+            if lead:
+                self.several.add(to or path)
+        else:
+            self._put(to or path, Field(lead + source.shape, source.dtype))
         self.native.append((kind, list(self.fields).index(path), first, lead[0] if lead else 1, 0))
 
     def add_goal(self, path: Path, achieved: Path, first: int, to: Path) -> None:
@@ -214,7 +224,8 @@ def roles_of(
         if fields[path] != Field((), torch.bool) or path in observed:
             name = "/".join(path)
             raise ValueError(f"field {name!r} is {fields[path]}: expected Field((), torch.bool), not observed")
-    rewarded = as_path(reward) if as_path(reward) not in observed else None
+    named = as_path(reward)
+    rewarded = named if named not in observed and isinstance(fields.get(named), Field) else None
     return Roles(
         tuple(paths.index(path) for path in observed),
         paths.index(ends[0]),

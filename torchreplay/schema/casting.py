@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import torch
 
-from torchreplay.schema.spec import Column, Path
+from torchreplay.schema.spec import Column, Path, Ragged
 from torchreplay.validation import checked_choice
 
 Casting: TypeAlias = Literal["same_kind", "unsafe"]
@@ -43,8 +43,20 @@ def cast_unsafely(fields: Mapping[Path, Column], values: Mapping[str, Any], pref
         if isinstance(value, Mapping):
             cast[name] = cast_unsafely(fields, value, path)
         else:
-            cast[name] = _as_dtype(value, fields[path].dtype) if path in fields else value
+            field = fields.get(path)
+            as_dtype = _ragged_as_dtype if isinstance(field, Ragged) else _as_dtype
+            cast[name] = value if field is None else as_dtype(value, field.dtype)
     return cast
+
+
+def _ragged_as_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """Returns the values of a ragged field, each cast by itself: a list of them, (values, lengths), or one."""
+    if isinstance(value, tuple):
+        return (_ragged_as_dtype(value[0], dtype), *value[1:]) if value else value
+    if isinstance(value, list) and any(isinstance(part, list | tuple | np.ndarray | torch.Tensor) for part in value):
+        return [_ragged_as_dtype(part, dtype) for part in value]
+    nothing = isinstance(value, list) and not value  # which says no shape
+    return value if nothing else _as_dtype(value, dtype)
 
 
 def _as_dtype(value: Any, dtype: torch.dtype) -> Any:

@@ -150,14 +150,14 @@ class Config:
         return config
 
     def __post_init__(self) -> None:
-        if not isinstance(self.view, Rows):
-            self.fixed_fields(f"view={self.view}")
         if isinstance(self.sampler, Fifo):
             self.fixed_fields(f"sampler={self.sampler}")
         rows = self.view.rows_of_an_item
         if self.capacity < rows:
             raise ValueError(f"capacity is {self.capacity}: one item of {self.view} takes {rows} rows")
-        self.view.roles(self.fields)
+        roles = self.view.roles(self.fields)
+        if roles is not None:
+            self._require_apart([list(self.fields)[place] for place in roles.observation])
         by_rank = keeps_epochs(self.sampler) or isinstance(self.sampler, Fifo)
         if by_rank and self.capacity > MAX_RANKED:
             what = "queues" if isinstance(self.sampler, Fifo) else "draws without replacement"
@@ -178,6 +178,18 @@ class Config:
     def fixed_fields(self, what: str) -> dict[Path, Field]:
         """Returns the fields; raises ValueError where there are ragged ones, which `what` does not take."""
         return fixed_fields(self.fields, what)
+
+    def _require_apart(self, observed: list[Path]) -> None:
+        """Raises ValueError where an observation has the length of a field of steps, or the other way round."""
+        for path, column in self.fields.items():
+            leader = as_path(column.like) if isinstance(column, Ragged) and column.like else path
+            if (path in observed) != (leader in observed):
+                name, other = "/".join(path), "/".join(leader)
+                seen, step = (name, other) if path in observed else (other, name)
+                raise ValueError(
+                    f"field {name!r} is like {other!r}; {seen!r} is an observation of {self.view}, and {step!r} is "
+                    f"of a step: a row that begins an episode has an observation and no step; leave like out"
+                )
 
     def require_fits(self, limiter: Limiter) -> None:
         """Raises ValueError for a limiter that contradicts the sampler."""
@@ -296,8 +308,8 @@ class Config:
         return self.fields if plan is None else plan.outputs
 
     def shape(self) -> tuple[int, ...]:
-        """Returns how rows become items, and whether it is counted how often they are drawn, for the native core."""
-        return *self.view.native(), int(self.sampler.max_draws is not None)
+        """Returns how rows become items, whether draws are counted, and the bytes for values of any length."""
+        return *self.view.native(), int(self.sampler.max_draws is not None), self.ragged_bytes or 0
 
     def weighting(self) -> tuple[bool, int, float, float, int, float, bool, bool, bool, int, int]:
         """Returns what the native core has to know of the sampler.

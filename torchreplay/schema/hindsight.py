@@ -24,7 +24,7 @@ from torchreplay.schema.batch_plan import (
     reward_field,
     roles_of,
 )
-from torchreplay.schema.spec import Column, Path
+from torchreplay.schema.spec import Column, Path, Ragged
 from torchreplay.validation import as_floats, as_numbers, checked_choice
 
 GoalFunction: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Any]
@@ -140,6 +140,11 @@ class Hindsight:
         if unseen:
             names = (*names_of(self.observation), *unseen)
             raise ValueError(f"{unseen[0]!r} is not an observation: name it in observation={names!r}")
+        for role, path in (("achieved", achieved), ("desired", desired)):
+            if isinstance(fields[path], Ragged):
+                raise ValueError(
+                    f"{role}={'/'.join(path)!r} is {fields[path]}: expected a Field, as goals have one shape"
+                )
         if fields[achieved] != fields[desired]:
             raise ValueError(
                 f"achieved={self.achieved!r} is {fields[achieved]} and desired={self.desired!r} is {fields[desired]}: "

@@ -106,11 +106,12 @@ class Ragged:
         TypeError: As `Field`, or `like` is no name.
 
     Example:
-        >>> from torchreplay.schema.spec import Ragged
-        >>> {"tokens": Ragged(torch.int32), "logprob": Ragged(torch.float32, like="tokens")}
-        {'tokens': Ragged(torch.int32), 'logprob': Ragged(torch.float32, like='tokens')}
-        >>> Ragged(torch.float32, (3,)).nbytes
-        12
+        >>> spec = {"tokens": tr.Ragged(torch.int32), "logprob": tr.Ragged(torch.float32, like="tokens")}
+        >>> buffer = tr.ReplayBuffer(spec, capacity=100, ragged_bytes=1 << 20)
+        >>> keys = buffer.extend(tokens=[[1, 2, 3], [4]], logprob=[[0.5, 0.5, 1.0], [1.0]])
+        >>> batch = buffer.gather(keys)
+        >>> batch["tokens"], batch.offsets("tokens")
+        (tensor([1, 2, 3, 4], dtype=torch.int32), tensor([0, 3, 4], dtype=torch.int32))
     """
 
     dtype: torch.dtype
