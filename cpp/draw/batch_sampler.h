@@ -434,7 +434,7 @@ class BatchSampler {
     }
   }
 
-  // The same for these items, of which `counted` were drawn. The lock is held.
+  // The same for these items. `counted`: those whose draws count. The lock is held.
   void give_back(const std::vector<int64_t>& keys, const std::vector<int64_t>& counted) {
     if (is_queue_) oldest_.give_back(keys);
     if (counts_draws_) counts_.give_back(counted);

@@ -99,8 +99,8 @@ class RaggedBatch {
   }
   RaggedBatch(const RaggedBatch&) = delete;
 
-  // What the caller sets before a draw: the most elements that the batch may have in each group (-1: any number; empty:
-  // in all), and memory of his own, which is used where it is enough.
+  // What the caller sets before a draw: most elements of the batch in each group, -1 for any number, empty for no
+  // budget at all; and memory that is used where it is enough.
   std::vector<int64_t> budget;
   char* given = nullptr;
   uint64_t given_bytes = 0;
@@ -114,13 +114,13 @@ class RaggedBatch {
   uint64_t bytes() const { return bytes_; }
   bool is_given() const { return data_ && !block_; }
 
-  // One more owner of that memory, who calls release() once. nullptr: it is the caller's own.
+  // One more owner of that memory: it calls release() once. nullptr: the memory was given.
   Block* share() const {
     if (block_) block_->owners.fetch_add(1, std::memory_order_relaxed);
     return block_;
   }
 
-  // For those who draw
+  // For draws
 
   // Room for values of so many bytes and elements each. Returns the memory from before, which the caller releases once
   // it has moved from there what stays; nullptr if there is none. `again`: what is given holds values that stay.

@@ -31,8 +31,8 @@ class RaggedGather {
     for (const int i : todo) forget(i);
   }
 
-  // How many of `n` items, from the first one on, have no more elements than `budget` says for each group, as far as it
-  // says anything: at least one. O(rows of the items).
+  // How many of `n` items stay within a budget, from the first one on: at least one. `budget`: most elements of each
+  // group, -1 for any number. Empty: there is none. O(rows of the items).
   size_t within(const std::vector<int64_t>& budget, size_t n) const {
     std::vector<int64_t> elements(budget.size(), 0);
     for (size_t i = 0; i < n; i++)
