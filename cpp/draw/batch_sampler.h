@@ -81,7 +81,7 @@ class BatchSampler {
         counts_draws_(DrawCounts::are_kept(m.header())),
         copiers_(1) {
     copiers_[0].emplace(m, plan);
-    if (m.has_pages()) values_.emplace(m, plan);
+    if (!RaggedPlan::of(m.layout(), plan).outputs.empty()) values_.emplace(m, plan);
   }
 
   // Threads that may share the copies of a large batch.
@@ -141,7 +141,8 @@ class BatchSampler {
     CountedDraw counted(memory_.header());
     TakenItems taken(*this);
     drawing_.begin(is_queue_ ? 0 : static_cast<size_t>(n));
-    drawing_.shuffles = has_values(out) && !out.ragged->budget.empty() && !is_queue_;
+    has_budget_ = has_values(out) && !out.ragged->budget.empty();
+    drawing_.shuffles = has_budget_ && !is_queue_;
     drawing_.shuffle_nothing();
     if (drawing_.shuffles && !keeps_epochs_)
       drawing_.shuffle_strata(name.seed, name.stream, name.step, static_cast<size_t>(n));
@@ -155,7 +156,7 @@ class BatchSampler {
       std::vector<int> lost;
       if (has_values(out)) {
         lost = measure(watch, patience);
-        leave_out(values_->within(out.ragged->budget, drawing_.items.size()), lost, counted, patience);
+        if (has_budget_) keep_within(out.ragged->budget, lost, counted, patience);
         copy_values(lost, out);
       }
       copy(out);
@@ -280,7 +281,7 @@ class BatchSampler {
       counted.count(count());
       h.demand = 0;  // another learner that still waits will say so again
     }
-    publish_limit(memory_);
+    if (!has_budget_) publish_limit(memory_);  // or it is not known yet how many items come
     return Draw::kDone;
   }
 
@@ -487,21 +488,24 @@ class BatchSampler {
     return lost;
   }
 
-  // Ends the batch before item `end`. The others were not drawn: they are in their places again.
-  void leave_out(size_t end, std::vector<int>& lost, CountedDraw& counted, const Patience& patience) {
-    if (end == drawing_.items.size()) return;
-    if (is_queue_ || counts_draws_ || keeps_epochs_) {
-      const std::vector<int64_t> keys = keys_from(end);
+  // Ends the batch where its budget does. The items beyond were not drawn: they are in their places again, and writers
+  // are admitted for the others only.
+  void keep_within(const std::vector<int64_t>& budget, std::vector<int>& lost, CountedDraw& counted,
+                   const Patience& patience) {
+    const size_t end = values_->within(budget, drawing_.items.size());
+    const bool shorter = end < drawing_.items.size();
+    {
       const SegmentLock lock(memory_, patience);
-      give_back(keys, keys);
+      if (shorter) give_back(keys_from(end), keys_from(end));
       TORCHREPLAY_FAULT("draw.left_out");
+      drawing_.items.resize(end);
+      counted.recount(end);
+      publish_limit(memory_);
     }
-    drawing_.items.resize(end);
     const auto is_out = [&](int i) { return static_cast<size_t>(i) >= end; };
     std::erase_if(drawing_.todo, is_out);
     std::erase_if(lost, is_out);
-    counted.recount(end);
-    if (is_queue_) futex_signal(memory_.header().rows_signal);  // others may have found too few
+    if (is_queue_ && shorter) futex_signal(memory_.header().rows_signal);  // others may have found too few
   }
 
   // Gets memory for the values of any length, and copies those of the items in drawing_.todo. Of these it moves to
@@ -614,8 +618,9 @@ class BatchSampler {
   DrawCounts counts_;
   bool keeps_epochs_, is_queue_, counts_draws_;
   bool failed_are_back_ = false;  // those of todo
+  bool has_budget_ = false;       // the draw that is under way
   int threads_ = 1;
-  std::optional<RaggedGather> values_;          // where fields are ragged
+  std::optional<RaggedGather> values_;          // where batches have ragged fields
   std::vector<std::optional<Copier>> copiers_;  // of each thread
   std::vector<Part> parts_;
   uint64_t pending_ = 0;

@@ -241,6 +241,20 @@ BOOST_AUTO_TEST_CASE(draws_with_a_budget_count_as_the_items_that_came) {
   BOOST_TEST(m->header().draws == 1U);
 }
 
+BOOST_AUTO_TEST_CASE(writers_are_admitted_for_the_items_that_a_budget_leaves) {
+  Plan plan = of_bytes(4, kMiB);
+  plan.limiter = {2, 4, 0, 8};
+  auto m = make_segment(plan);
+  RaggedRows rows(*m);
+  for (int i = 0; i < 2; i++) rows.append(rows.random_values({100}));
+  BatchSampler sampler(*m);
+  RaggedDraw batch(*m);
+  batch.ragged.budget = {350};
+  BOOST_REQUIRE(batch.sample(sampler, 8));
+  BOOST_TEST(m->header().sampled == 3U);
+  BOOST_TEST(m->header().ticket_limit.load() == 2U);  // (3 + 8) / 4
+}
+
 BOOST_AUTO_TEST_CASE(an_item_larger_than_the_budget_comes_alone) {
   auto m = make_segment(of_bytes(8, kMiB));
   RaggedRows rows(*m);
