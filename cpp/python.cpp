@@ -62,8 +62,7 @@ PyObject* segment_layout(PyObject*, PyObject* args) {
     PyObject *list, *view;
     if (!PyArg_ParseTuple(args, "KOOK", &capacity, &list, &view, &text)) throw PythonError{};
     const Fields fields = Fields::parse(list);
-    const uint64_t config = config_bytes(fields.specs.size(), text);
-    const Layout layout = make_layout(capacity, fields.columns(), segment::parse_view(view), config);
+    const Layout layout = segment::Shape::parse(view).layout_of(capacity, fields, text);
     const Ref arrays(checked(PyList_New(0)));
     for (const Field& f : layout.fields) {
       if (!f.own_array) continue;

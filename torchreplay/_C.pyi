@@ -9,7 +9,8 @@ from typing_extensions import Buffer
 
 from torchreplay.schema.batch import ReplayBatch
 
-NativeFields = list[tuple[tuple[str, ...], int, tuple[int, ...]]]
+NativeFields = list[tuple[Any, ...]]  # (path, element, shape); of ragged fields also whose length they have
+Into = ReplayBatch | tuple[int, ...] | None  # what a batch is drawn into, or the most elements of its ragged fields
 DrawnFrom = tuple[float, int, float, float]  # total, drawable, smallest, beta
 LimiterRule = tuple[int, float, float, float, int, int]  # min_size, ratio, min_diff, max_diff, inserted_before, cleared
 Shortage = tuple[str, int, int, int, int]  # "wait", "barren", "stopped" or "lapped"; inserted, needed, drawable, seen
@@ -79,6 +80,10 @@ class Regions(TypedDict):
     links: int
     tree: int
     leaves: int
+    page_words: int
+    pages: int
+    page_bytes: int
+    page_count: int
     bytes: int
 
 class Segment:
@@ -116,7 +121,7 @@ class Segment:
         n: int,
         beta: float,
         deadline: int,
-        out: ReplayBatch | None,
+        out: Into,
         epoch_or_least: int = ...,
         loop: int = ...,
         ends: int = ...,
@@ -128,7 +133,7 @@ class Segment:
         n: int,
         beta: float,
         deadline: int,
-        out: ReplayBatch | None,
+        out: Into,
         epoch_or_least: int = ...,
         loop: int = ...,
         ends: int = ...,
@@ -253,9 +258,9 @@ class Reader:
 class Prefetcher:
     def __init__(self, segment: Segment, n: int, last_epoch: int | None = ..., loop: int = ..., /) -> None: ...
     def accept(self, at_least: int, /) -> None: ...
-    def order(self, beta: float, out: ReplayBatch | None, /) -> None: ...
+    def order(self, beta: float, out: Into, /) -> None: ...
     def take(self, ns: int, /) -> ReplayBatch | Shortage | None: ...
-    def next(self, beta: float, out: ReplayBatch | None, /) -> ReplayBatch | Shortage | None: ...
+    def next(self, beta: float, out: Into, /) -> ReplayBatch | Shortage | None: ...
     def ready(self) -> int: ...
     def drawn(self) -> list[tuple[int, bytes, bytes, bytes, DrawnFrom]]: ...
     @property
@@ -303,7 +308,8 @@ class Writer:
                 number, or one for each.
             final_obs: `infos["final_obs"]` of a vector environment that resets in the same step. It is needed where
                 an episode ends.
-            **fields: Those of the spec, each of its shape; with `num_envs` `[num_envs, *shape]`.
+            **fields: Those of the spec, each of its shape; with `num_envs` `[num_envs, *shape]`, and of a ragged
+                field a list of `num_envs` values.
 
         Returns:
             The key of the row written, an int; with `num_envs` int64 `[num_envs]`. With `final_obs` it is that of the
@@ -328,14 +334,15 @@ class Writer:
         Args:
             priority: A raw TD error, whose absolute value is taken. None: what the sampler's `initial` says.
             **fields: Those of the spec, each of exactly its shape and of a dtype that casts to its own. A nested
-                field is a dict.
+                field is a dict. A ragged one is an array or a list `[length, *shape]`; one of uint8 takes bytes.
 
         Returns:
             The row's key, an int.
 
         Raises:
             ValueError: A field is missing, unknown, of another shape or of a dtype that does not cast; or it has a
-                masked value, or a number that its dtype does not hold. Nothing is written.
+                masked value, or a number that its dtype does not hold. Of ragged fields, a value has not the length
+                that it is `like`, or a row's take more than a quarter of `ragged_bytes`. Nothing is written.
             Stopped: The buffer was stopped, or nobody has been there to draw for some seconds.
             WouldBlockForever: It would wait, and there is no other thread and no other process to draw.
             ReplayTimeout: Every slot has been held by stopped writers for a minute.
@@ -346,7 +353,7 @@ class Writer:
             ...     writer.append(obs=[0.0, 0.0, 1.0])
             0
         """
-    def extend(self, *, priority: Any = None, **fields: Any) -> Tensor:
+    def extend(self, *, priority: Any = None, lengths: Any = None, **fields: Any) -> Tensor:
         """Writes rows, and returns their keys.
 
         Under a view that links rows: one whole episode, with an observation more than steps. With `num_envs` a block
@@ -355,7 +362,10 @@ class Writer:
         Args:
             priority: None, one number for all rows, or one for each. As for `append`.
             **fields: Of n rows `[n, *shape]`. Of an episode, observations `[T + 1, *shape]` and the others
-                `[T, *shape]`. Of a block `[T + 1, num_envs, *shape]` and `[T, num_envs, *shape]`.
+                `[T, *shape]`. Of a block `[T + 1, num_envs, *shape]` and `[T, num_envs, *shape]`. Of a ragged field a
+                list of n values, of a block a list of lists; or the tuple `(values, lengths)` of all elements, one
+                value after the other, and the length of each.
+            lengths: Instead of such tuples: a dict of ragged fields and their lengths, as `batch["lengths"]` is.
 
         Returns:
             Keys, int64: `[n]`, `[T + 1]` or `[T + 1, num_envs]`.

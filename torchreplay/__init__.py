@@ -36,7 +36,7 @@ from torchreplay.schema.limiters import MinSize, SamplesPerInsert
 from torchreplay.schema.samplers import Fifo, LinearSchedule, Prioritized, Uniform
 from torchreplay.schema.sequence_priority import sequence_priority
 from torchreplay.schema.spaces import spec_from_env, spec_from_space
-from torchreplay.schema.spec import Field, Spec
+from torchreplay.schema.spec import Field, Ragged, Spec
 from torchreplay.schema.tensor_info import TensorInfo
 from torchreplay.schema.views import Rows, Sequences, Transitions, View
 from torchreplay.segment.handle import Handle
@@ -81,6 +81,7 @@ __all__ = [
     "Prioritized",
     "PriorityTree",
     "QueueLoader",
+    "Ragged",
     "ReplayBatch",
     "ReplayBuffer",
     "ReplayDataset",

@@ -49,7 +49,7 @@ from torch import Tensor
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.schema.batch_plan import GOALS, BatchPlan
 from torchreplay.schema.samplers import Schedule
-from torchreplay.schema.spec import flatten, nest
+from torchreplay.schema.spec import fixed_fields, flatten, nest
 from torchreplay.segment.closeable import Closeable
 from torchreplay.segment.process_hooks import open_rings
 from torchreplay.validation import checked_instance, checked_int
@@ -125,7 +125,7 @@ class Ring(Closeable):
 
     def __init__(self, buffer: ReplayBuffer) -> None:
         checked_instance("buffer", buffer, ReplayBuffer, "torchreplay.ReplayBuffer")
-        fields = flatten(buffer.spec)
+        fields = fixed_fields(flatten(buffer.spec), "torchreplay.ops")
         plan = buffer.view.plan(fields)
         outputs = fields if plan is None else plan.outputs
         self._paths = tuple(outputs)

@@ -6,6 +6,7 @@
 #include "absorb/draw_counts.h"
 #include "absorb/drawn_items.h"
 #include "absorb/leaf_changes.h"
+#include "absorb/page_follower.h"
 #include "absorb/pending_set.h"
 #include "absorb/places.h"
 #include "absorb/streams.h"
@@ -29,18 +30,22 @@ class Absorber {
         streams_(m),
         claims_(m),
         counts_(m),
-        places_(m) {}
+        places_(m),
+        has_pages_(m.has_pages()),
+        pages_(m) {}
 
   // Most slots visited while the mutex is held in one piece.
   static constexpr uint64_t kChunk = 4096;
 
-  // One bounded step of bringing slots up to date with the tickets below `head`. True: nothing is left to do.
+  // One bounded step of bringing slots up to date with the tickets below `head`. True: nothing is left to do. Pages
+  // first: a row is there only where nobody has taken its pages again.
   bool step(uint64_t head) {
     head = std::max(head, header_.absorbed);  // another learner may have gone further between two steps
-    if (header_.absorbed >= head && header_.pending == 0) return true;
+    if (header_.absorbed >= head && header_.pending == 0 && !(has_pages_ && pages_.lags())) return true;
     const DirtyScope dirty(header_, Dirty::kSlots);
     initial_.refresh();
     head_ = head;
+    if (has_pages_ && !pages_.step()) return false;
     uint64_t& from = header_.absorbed;
     if (head > memory_.capacity()) from = std::max(from, head - memory_.capacity());
     kill_fence();
@@ -74,6 +79,7 @@ class Absorber {
     pending_.assign(slot, true);
     TORCHREPLAY_FAULT("resync.marked");
     kill_fence();
+    if (has_pages_) pages_.drop_spoilt(slot);
     sync_below(slot, head);
     TORCHREPLAY_FAULT("resync.synced");
     leaves_.flush();
@@ -225,10 +231,17 @@ class Absorber {
     leaves_.set(anchor, 0);
   }
 
-  // False when the row has to wait: it is being overwritten right now, or comes before its predecessor.
+  // False when the row has to wait: it is being overwritten right now, or comes before its predecessor, or its pages
+  // were issued after this absorption has looked. One whose pages were issued again is no row any more.
   bool adopt(uint64_t slot, uint64_t& at, uint64_t word) {
     RowFacts row;
     if (!read_facts(memory_, slot, word, row)) return false;
+    Run run;
+    if (has_pages_) {
+      const PageFollower::Fate fate = pages_.look(slot, word, run);
+      adopted_ += fate == PageFollower::Fate::kGone;  // rows that wait for it may go on
+      if (fate != PageFollower::Fate::kHeld) return fate == PageFollower::Fate::kGone;
+    }
     uint64_t before = kNoSlot;
     if (streams_.waits_for_predecessor(row) && !streams_.find_predecessor(row, before)) {
       deferred_++;
@@ -238,6 +251,7 @@ class Absorber {
     TORCHREPLAY_FAULT("adopt.facts");
     if (is_queue_) claims_.begin(slot, word);
     if (counts_draws_) counts_.begin(slot);
+    if (has_pages_) pages_.adopt(slot, run);
     kill_fence();
     at = slot_word::key1(word);
     TORCHREPLAY_FAULT("adopt.at");
@@ -289,6 +303,8 @@ class Absorber {
   Claims claims_;
   DrawCounts counts_;
   Places places_;
+  bool has_pages_;
+  PageFollower pages_;
   uint64_t head_ = 0;  // of the running absorption
   uint64_t adopted_ = 0, deferred_ = 0;
 };

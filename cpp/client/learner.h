@@ -194,6 +194,8 @@ class Learner {
       give_back(std::move(sampler));
     } catch (const StoppedMeanwhile&) {
       result.outcome = Draw::kStopped;
+    } catch (const NoMemory&) {  // it knows the sizes
+      throw;
     } catch (const std::bad_alloc&) {
       throw NoMemory(out.bytes + static_cast<uint64_t>(n) * 16);  // key, weight and probability
     }

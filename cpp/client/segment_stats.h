@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 
+#include "absorb/pages_in_use.h"
 #include "client/attachment.h"
 
 namespace torchreplay {
@@ -31,6 +32,8 @@ struct SegmentStats {
   double insert_wait_share, sample_wait_share;  // of the recent time, by each writer and each learner
   uint64_t draws, redraws, head, taken_ahead, missed, dropped_rows;
   bool stopped;
+  uint64_t ragged_bytes;  // for values of any length
+  double ragged_fill;     // the share of them that rows have
 
   // Absorbed to now, after what this process has fed back.
   static SegmentStats of(Attachment& attachment) {
@@ -65,6 +68,9 @@ struct SegmentStats {
     priority_total = are_alike ? static_cast<double>(drawable) : static_cast<double>(tree.total()) * tree.unit();
     smallest_leaf = drawable ? tree.min() : 0.0;
     held_items = h.held, dropped_items = h.dropped_items;
+    ragged_bytes = m.layout().pages.count * m.layout().pages.bytes;
+    ragged_fill =
+        m.has_pages() ? static_cast<double>(pages_in_use(m)) / static_cast<double>(m.layout().pages.count) : 0;
     const std::optional<uint64_t> oldest = oldest_of_queue(m);
     oldest_age = oldest ? static_cast<double>(Claims(m).age(*oldest)) * 1e-3 : -1;
   }

@@ -86,14 +86,15 @@ class Writer {
   bool is_elsewhere(const uint8_t* but = nullptr) const { return owner_ != this_thread() && lanes_.running(but); }
 
   // Writes `n` rows, in a call, waiting as often as need be. `rows` and `fill` are those of RingWriter::append.
+  // `run_bytes`: of the values that have any length.
   template <class Rows, class Fill>
-  void write(uint64_t n, Rows& rows, int64_t* keys, Fill& fill, Wait& wait) {
+  void write(uint64_t n, Rows& rows, int64_t* keys, Fill& fill, Wait& wait, uint64_t run_bytes = 0) {
     const Header& h = memory().header();
     RingWriter ring(memory(), member_.id(), true);
     for (uint64_t written = 0;;) {
       Append outcome = Append::kLimited;
       if (!h.stopped.load(std::memory_order_acquire)) {
-        if (row_bytes_ * (n - written) > kUnlockedBytes) {
+        if (row_bytes_ * (n - written) + run_bytes > kUnlockedBytes) {
           const Unlocked others;
           outcome = ring.append(n, rows, keys, written, fill);
         } else {
@@ -128,13 +129,14 @@ class Writer {
   // Writes the rows that lanes() has planned. Their keys, `first_key` more than the buffer's own, go to the places in
   // `answers` that they answer. `priority_of(row)` gives a step's.
   template <class PriorityOf, class Fill>
-  void write_planned(int64_t* answers, int64_t first_key, const PriorityOf& priority_of, Fill& fill, Wait& wait) {
+  void write_planned(int64_t* answers, int64_t first_key, const PriorityOf& priority_of, Fill& fill, Wait& wait,
+                     uint64_t run_bytes = 0) {
     const std::vector<StreamRow>& plan = lanes_.rows();
     PlannedRows<PriorityOf> rows{lanes_, priority_of};
     keys_.resize(plan.size());
     const uint64_t owner = std::exchange(owner_, this_thread());
     try {
-      if (!plan.empty()) write(plan.size(), rows, keys_.data(), fill, wait);
+      if (!plan.empty()) write(plan.size(), rows, keys_.data(), fill, wait, run_bytes);
     } catch (...) {
       if (lanes_.untouched()) owner_ = owner;
       lanes_.break_off();

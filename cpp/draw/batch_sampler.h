@@ -11,6 +11,7 @@
 #include "draw/due_items.h"
 #include "draw/item_gather.h"
 #include "draw/oldest_items.h"
+#include "draw/ragged_gather.h"
 #include "draw/thread_pool.h"
 #include "session/segment_lock.h"
 
@@ -80,6 +81,7 @@ class BatchSampler {
         counts_draws_(DrawCounts::are_kept(m.header())),
         copiers_(1) {
     copiers_[0].emplace(m, plan);
+    if (!RaggedPlan::of(m.layout(), plan).outputs.empty()) values_.emplace(m, plan);
   }
 
   // Threads that may share the copies of a large batch.
@@ -108,8 +110,14 @@ class BatchSampler {
       todo = numbers_below(items.size());
       TORCHREPLAY_FAULT("gather.found");
       RewriteWatch watch(memory_.header());
+      std::vector<int> lost;
+      if (has_values(out)) {
+        lost = measure(watch, {});
+        copy_values(lost, out);
+      }
       copy(out);
       copy_rewritten(watch, out, {});
+      add(todo, lost);
       if (todo.empty()) break;
       size_t kept = 0, failed = 0;
       for (size_t i = 0; i < items.size(); i++)
@@ -125,14 +133,19 @@ class BatchSampler {
   }
 
   // Draws `n` items, stratified; with replacement, unless the segment keeps epochs. O(n (log capacity + bytes of an
-  // item)), and O(capacity) when an epoch begins. Throws what a wait for the mutex throws. A draw that throws, or ends
-  // otherwise, is not counted, and its items stay due.
+  // item)), and O(capacity) when an epoch begins. Throws what a wait for the mutex throws, NoMemory and
+  // TooManyElements. A draw that throws, or ends otherwise, is not counted, and its items stay due.
   Draw sample(int n, double beta, const DrawName& name, const BatchPointers& out, Shortage& shortage,
               const Patience& patience = {}, const DrawRules& rules = {}) {
     LearnerTurn turn(memory_);
     CountedDraw counted(memory_.header());
     TakenItems taken(*this);
     drawing_.begin(is_queue_ ? 0 : static_cast<size_t>(n));
+    has_budget_ = has_values(out) && !out.ragged->budget.empty();
+    drawing_.shuffles = has_budget_ && !is_queue_;
+    drawing_.shuffle_nothing();
+    if (drawing_.shuffles && !keeps_epochs_)
+      drawing_.shuffle_strata(name.seed, name.stream, name.step, static_cast<size_t>(n));
     failed_are_back_ = false;
     RewriteWatch watch(memory_.header());
     for (uint32_t round = 0; round < kRounds; round++) {
@@ -141,9 +154,16 @@ class BatchSampler {
       if (round >= kLapped) turn.hold_writers();
       taken.begin();
       TORCHREPLAY_FAULT("draw.drawn");
+      std::vector<int> lost;
+      if (has_values(out)) {
+        lost = measure(watch, patience);
+        if (has_budget_) keep_within(out.ragged->budget, lost, counted, patience);
+        copy_values(lost, out);
+      }
       copy(out);
       TORCHREPLAY_FAULT("draw.copied");
       copy_rewritten(watch, out, patience);
+      add(drawing_.todo, lost);
       if (drawing_.todo.empty()) {
         drawn_from_.beta = beta;
         finish(count(), beta, out);
@@ -263,7 +283,7 @@ class BatchSampler {
       counted.count(count());
       h.demand = 0;  // another learner that still waits will say so again
     }
-    publish_limit(memory_);
+    if (!has_budget_) publish_limit(memory_);  // or it is not known yet how many items come
     return Draw::kDone;
   }
 
@@ -334,6 +354,8 @@ class BatchSampler {
     for (int i : drawing_.todo) absorber.resync(drawing_.items[i].slot, head);
     for (const auto& part : parts_)
       for (uint64_t slot : part.touched) absorber.resync(slot, head);
+    if (values_)
+      for (uint64_t slot : values_->touched()) absorber.resync(slot, head);
     if (!plan_) return;
     ItemGather look(memory_, *plan_);
     for (int i : drawing_.todo) {
@@ -389,7 +411,7 @@ class BatchSampler {
     drawing_.target.resize(count);
     const Strata strata(total, static_cast<uint64_t>(n));
     for (size_t k = 0; k < count; k++)
-      drawing_.target[k] = strata.target(static_cast<uint64_t>(drawing_.todo[k]), drawing_.random[k]);
+      drawing_.target[k] = strata.target(drawing_.stratum(static_cast<size_t>(drawing_.todo[k])), drawing_.random[k]);
     drawing_.find(tree, &memory_.at(0));
     const uint64_t min_mass = tree.quantize(tree.min());
     DrawnItems drawn(memory_);
@@ -404,18 +426,29 @@ class BatchSampler {
   // All items can be drawn again. If the lock is another's, who may be stopped: in the next epoch; of a queue, and
   // where draws are counted, as soon as this process has the lock.
   void give_back() {
-    std::vector<int64_t> keys(drawing_.items.size());
-    std::ranges::transform(drawing_.items, keys.begin(), &DrawnItem::key);
+    const std::vector<int64_t> keys = keys_from(0);
     const Undisturbed here;
     try {
       const SegmentLock lock(memory_, {.deadline = 0});
-      if (is_queue_) oldest_.give_back(keys);
-      if (counts_draws_) counts_.give_back(counted_keys());
-      if (keeps_epochs_) due_.give_back(keys);
+      give_back(keys, counted_keys());
     } catch (...) {
       if (is_queue_) memory_.owed().add(keys);
       if (counts_draws_) memory_.owed().add(counted_keys());
     }
+  }
+
+  // The same for these items. `counted`: those whose draws count. The lock is held.
+  void give_back(const std::vector<int64_t>& keys, const std::vector<int64_t>& counted) {
+    if (is_queue_) oldest_.give_back(keys);
+    if (counts_draws_) counts_.give_back(counted);
+    if (keeps_epochs_) due_.give_back(keys);
+  }
+
+  std::vector<int64_t> keys_from(size_t first) const {
+    std::vector<int64_t> keys(drawing_.items.size() - first);
+    std::ranges::transform(drawing_.items.begin() + static_cast<ptrdiff_t>(first), drawing_.items.end(), keys.begin(),
+                           &DrawnItem::key);
+    return keys;
   }
 
   // The draws of the items that could not be copied did not happen. Others may be drawn for them, or none.
@@ -442,7 +475,69 @@ class BatchSampler {
     return keys;
   }
 
-  // Copies the items of drawing_.todo, and leaves there those that were not what was drawn.
+  bool has_values(const BatchPointers& out) const { return values_ && out.ragged; }
+
+  // Finds the values of any length of the items in drawing_.todo. Returns those that are not what was drawn.
+  std::vector<int> measure(const RewriteWatch& watch, const Patience& patience) {
+    std::vector<int> lost = drawing_.todo;
+    values_->measure(drawing_.items, lost);
+    if (!lost.empty() && watch.any()) {  // a row that is being rewritten is there; nobody rewrites under the lock
+      TORCHREPLAY_FAULT("draw.measures_again");
+      const SegmentLock lock(memory_, patience);
+      values_->measure(drawing_.items, lost);
+    }
+    TORCHREPLAY_FAULT("draw.measured");
+    return lost;
+  }
+
+  // Ends the batch where its budget does. The items beyond were not drawn: they are in their places again, and writers
+  // are admitted for the others only.
+  void keep_within(const std::vector<int64_t>& budget, std::vector<int>& lost, CountedDraw& counted,
+                   const Patience& patience) {
+    const size_t end = values_->within(budget, drawing_.items.size());
+    const bool shorter = end < drawing_.items.size();
+    {
+      const SegmentLock lock(memory_, patience);
+      if (shorter) give_back(keys_from(end), keys_from(end));
+      TORCHREPLAY_FAULT("draw.left_out");
+      drawing_.items.resize(end);
+      counted.recount(end);
+      publish_limit(memory_);
+    }
+    const auto is_out = [&](int i) { return static_cast<size_t>(i) >= end; };
+    std::erase_if(drawing_.todo, is_out);
+    std::erase_if(lost, is_out);
+    if (is_queue_ && shorter) futex_signal(memory_.header().rows_signal);  // others may have found too few
+  }
+
+  // Gets memory for the values of any length, and copies those of the items in drawing_.todo. Of these it moves to
+  // `lost` what was overwritten since it was measured.
+  void copy_values(std::vector<int>& lost, const BatchPointers& out) {
+    std::vector<int>& todo = drawing_.todo;
+    values_->arrange(drawing_.items.size(), todo, *out.ragged);
+    TORCHREPLAY_FAULT("draw.arranged");
+    remove(todo, lost);
+    std::vector<int> failed = todo;
+    values_->copy(failed, *out.ragged, out.bytes, threads_);
+    TORCHREPLAY_FAULT("draw.values");
+    remove(todo, failed);
+    add(lost, failed);
+  }
+
+  // Of ascending numbers.
+  static void remove(std::vector<int>& from, const std::vector<int>& some) {
+    if (some.empty()) return;
+    std::erase_if(from, [&](int i) { return std::ranges::binary_search(some, i); });
+  }
+  static void add(std::vector<int>& to, const std::vector<int>& some) {
+    if (some.empty()) return;
+    to.insert(to.end(), some.begin(), some.end());
+    std::ranges::sort(to);
+    to.erase(std::ranges::unique(to).begin(), to.end());
+  }
+
+  // Copies the items of drawing_.todo, and leaves there those that were not what was drawn. Without their values of any
+  // length.
   void copy(const BatchPointers& out) {
     const int count = static_cast<int>(drawing_.todo.size());
     const int parts = parts_of(count, out.bytes);
@@ -525,7 +620,9 @@ class BatchSampler {
   DrawCounts counts_;
   bool keeps_epochs_, is_queue_, counts_draws_;
   bool failed_are_back_ = false;  // those of todo
+  bool has_budget_ = false;       // the draw that is under way
   int threads_ = 1;
+  std::optional<RaggedGather> values_;          // where batches have ragged fields
   std::vector<std::optional<Copier>> copiers_;  // of each thread
   std::vector<Part> parts_;
   uint64_t pending_ = 0;

@@ -18,15 +18,18 @@ inline bool can_stream(uint64_t value_bytes, uint64_t batch_bytes) {
   return value_bytes >= kStreamValueBytes && batch_bytes >= kStreamBatchBytes && best_simd() == Simd::kAvx512;
 }
 
-// Copies a value of `n` bytes, and brings the equally long one at `next` into the second-level cache meanwhile: its
-// lines and translations would arrive too late otherwise, for rows lie at random. finish_stream() must follow.
-TORCHREPLAY_AVX512 inline void stream_payload(char* to, const char* from, const char* next, uint64_t n) {
+// Copies a value of `n` bytes, and brings the one of `next_n` bytes at `next` into the second-level cache meanwhile:
+// its lines and translations would arrive too late otherwise, for rows lie at random. finish_stream() must follow.
+TORCHREPLAY_AVX512 inline void stream_payload(char* to, const char* from, uint64_t n, const char* next,
+                                              uint64_t next_n) {
   uint64_t at = std::min(n, (kLine - reinterpret_cast<uintptr_t>(to) % kLine) % kLine);
   std::memcpy(to, from, at);
-  for (; at + kLine <= n; at += kLine) {
+  for (; at + kLine <= std::min(n, next_n); at += kLine) {
     _mm_prefetch(next + at, _MM_HINT_T1);
     _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at), _mm512_loadu_si512(from + at));
   }
+  for (; at + kLine <= n; at += kLine)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at), _mm512_loadu_si512(from + at));
   std::memcpy(to + at, from + at, n - at);
 }
 
@@ -34,7 +37,7 @@ TORCHREPLAY_AVX512 inline void stream_payload(char* to, const char* from, const 
 inline void finish_stream() { _mm_sfence(); }
 #else
 inline bool can_stream(uint64_t, uint64_t) { return false; }
-inline void stream_payload(char*, const char*, const char*, uint64_t) {}
+inline void stream_payload(char*, const char*, uint64_t, const char*, uint64_t) {}
 inline void finish_stream() {}
 #endif
 
@@ -55,11 +58,13 @@ class LongCopies {
     for (size_t i = 0; i < n; i++) {
       const auto& [to, from, bytes] = copies_[i];
       if (can_stream(bytes, batch_bytes)) {
-        stream_payload(to, from, source(i + 1), bytes);
+        const Copy& next = following(i + 1);
+        stream_payload(to, from, bytes, next.from, next.bytes);
         streamed = true;
       } else {
-        const char* later = source(i + kAhead);
-        for (uint64_t byte = 0; byte < kFetchedBytes; byte += kLine) __builtin_prefetch(later + byte);
+        const Copy& later = following(i + kAhead);
+        const uint64_t fetched = std::min(later.bytes, kFetchedBytes);
+        for (uint64_t byte = 0; byte < fetched; byte += kLine) __builtin_prefetch(later.from + byte);
         copy_payload(to, from, bytes);
       }
     }
@@ -75,7 +80,7 @@ class LongCopies {
     uint64_t bytes;
   };
 
-  const char* source(size_t i) const { return copies_[std::min(i, copies_.size() - 1)].from; }
+  const Copy& following(size_t i) const { return copies_[std::min(i, copies_.size() - 1)]; }
 
   std::vector<Copy> copies_;
 };

@@ -3,6 +3,7 @@
 
 #include <limits>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "draw/item_plan.h"
@@ -65,6 +66,20 @@ class Drawing {
   // That of the k-th; `none` where they have none.
   uint64_t chance(size_t k, uint64_t none = 0) const { return chance_.empty() ? none : chance_[k]; }
 
+  // Whether the items come in an order drawn at random. A batch that ends where its budget does would hold those in the
+  // last slots less often. Of `n` strata the k-th item is of number stratum(k).
+  bool shuffles = false;
+  void shuffle_strata(uint64_t seed, uint64_t stream, uint64_t step, size_t n) {
+    random_.resize(n);
+    philox_fill(seed, stream | kOrders, step, random_.data(), static_cast<int>(n));
+    stratum_ = numbers_below(n);
+    __extension__ using Wide = unsigned __int128;
+    for (size_t k = n; k > 1; k--)  // Fisher and Yates 1938
+      std::swap(stratum_[k - 1], stratum_[static_cast<size_t>(Wide{random_[k - 1]} * k >> 64)]);
+  }
+  void shuffle_nothing() { stratum_.clear(); }
+  uint64_t stratum(size_t k) const { return stratum_.empty() ? k : static_cast<uint64_t>(stratum_[k]); }
+
   // Finds the leaves that hold the targets, `beside` as for PriorityTree::find().
   void find(const PriorityTree& tree, const uint64_t* beside) {
     index.resize(target.size());
@@ -75,9 +90,13 @@ class Drawing {
  private:
   // Marks the stream of random words that items use for themselves.
   static constexpr uint64_t kChances = uint64_t{1} << 47;  // rounds lie below
+  // And that of the words that shuffle strata.
+  static constexpr uint64_t kOrders = uint64_t{1} << 45;
 
   const ItemPlan* plan_;
   std::vector<uint64_t> chance_;
+  std::vector<int> stratum_;      // empty: as they are
+  std::vector<uint64_t> random_;  // to shuffle them
 };
 
 }  // namespace torchreplay

@@ -42,7 +42,8 @@ class DueItems {
   // Draws the items of drawing.todo. Where fewer are due than it needs and the rules let no other epoch begin, the
   // batch becomes shorter. Then all of it is to be copied.
   Draw find(int n, const DrawName& name, uint32_t round, const DrawRules& rules) {
-    const bool bounded = rules.last_epoch != kNever;
+    // What a budget leaves out of a batch is still due. So its batches end with epochs, too.
+    const bool bounded = rules.last_epoch != kNever || drawing_.shuffles;
     const auto left = [&] { return epochs_.ended() > rules.last_epoch ? 0 : epochs_.due(); };
     if (round) give_back_failed();
     fresh_ = drawing_.todo;
@@ -131,9 +132,10 @@ class DueItems {
     const PriorityTree tree = memory_.tree();
     const uint64_t due = epochs_.due(), first = static_cast<uint64_t>(Wide{turn} * due >> 64);
     const Strata strata(due, many);
+    if (drawing_.shuffles) drawing_.shuffle_strata(turn, 0, from, many);
     drawing_.target.resize(many);
     for (size_t k = 0; k < many; k++) {
-      const uint64_t rank = first + strata.target(k, drawing_.random[from + k]);
+      const uint64_t rank = first + strata.target(drawing_.stratum(k), drawing_.random[from + k]);
       drawing_.target[k] = epochs_.target(rank < due ? rank : rank - due);
     }
     drawing_.find(tree, &memory_.at(0));

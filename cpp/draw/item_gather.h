@@ -32,7 +32,8 @@ class ItemGather {
       for (int k = 0; k < n; k++)
         if (paths_.steps(k) >= 0) found_.push_back({k, static_cast<uint64_t>(todo[first + k])});
       if (plan_.discount_field >= 0) multiply_discounts();
-      for (size_t o = 0; o < plan_.outputs.size(); o++) copy(o, out);
+      for (size_t o = 0; o < plan_.outputs.size(); o++)
+        if (!plan_.outputs[o].is_ragged()) copy(o, out);
       for (int k = 0; k < n; k++) {
         const int i = todo[first + k];
         if (paths_.intact(k) && goals_.intact(k)) continue;

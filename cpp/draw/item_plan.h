@@ -31,8 +31,10 @@ struct Output {
   int32_t first = 0;
   uint32_t count = 1;
   uint32_t goal_field = 0;  // kGoal: where the goal comes from
+  int32_t ragged = -1;      // kAnchor, kEnd: the ragged field in place of `field`; -1: none
 
-  bool has_field() const { return kind <= Kind::kReturn || kind == Kind::kGoal; }
+  bool is_ragged() const { return ragged >= 0; }
+  bool has_field() const { return !is_ragged() && (kind <= Kind::kReturn || kind == Kind::kGoal); }
   // One value for each of several rows; of other kinds there is one.
   bool has_rows() const { return has_frames() || kind == Kind::kMask || kind == Kind::kFirst; }
   // The rows may lie before the anchor.
@@ -54,15 +56,17 @@ struct ItemPlan {
   // Whether items use random words of their own.
   bool takes_chances() const { return goal != Goal::kNone && share > 0; }
 
-  // Bytes that one item takes in output `o`.
+  // Bytes that one item takes in output `o`; 0: they differ from item to item.
   uint64_t item_bytes(size_t o, const Layout& layout) const {
     const Output& output = outputs[o];
+    if (output.is_ragged()) return 0;
     if (output.kind == Output::Kind::kDiscount) return sizeof(float);
     return output.count * (output.has_field() ? layout.fields[output.field].nbytes : 1);
   }
 
   Element element(size_t o, const Layout& layout) const {
     const Output& output = outputs[o];
+    if (output.is_ragged()) return layout.ragged[static_cast<size_t>(output.ragged)].element;
     if (output.has_field()) return layout.fields[output.field].element;
     return output.kind == Output::Kind::kDiscount ? Element::kF32 : Element::kBool;
   }
@@ -79,13 +83,15 @@ struct ItemPlan {
     require(share >= 0 && share <= 1 && static_cast<uint32_t>(goal) < kGoals, "goal");
     for (const Output& o : outputs) {
       require(static_cast<uint32_t>(o.kind) < Output::kKinds, "kind");
-      require(!o.has_field() || o.field < layout.fields.size(), "field");
+      require(!o.has_field() || o.field < layout.fixed_fields(), "field");
+      require(!o.is_ragged() || (o.has_frames() && static_cast<size_t>(o.ragged) < layout.ragged.size()),
+              "ragged field");
       require(o.count >= 1 && o.count <= (o.has_rows() ? kReach : 1), "count");
       const int64_t earliest = o.has_frames() ? -static_cast<int64_t>(layout.view.history) : 0;
       require(o.first >= earliest && o.first <= kReach, "first position");
       require(o.kind != Output::Kind::kReturn || casts(Element::kF64, layout.fields[o.field].element), "return");
       if (o.kind != Output::Kind::kGoal) continue;
-      require(o.goal_field < layout.fields.size(), "goal field");
+      require(o.goal_field < layout.fixed_fields(), "goal field");
       const Field &to = layout.fields[o.field], &from = layout.fields[o.goal_field];
       require(to.element == from.element && to.nbytes == from.nbytes, "the goal's type");
     }
@@ -93,7 +99,7 @@ struct ItemPlan {
 
  private:
   static bool is_number(const Layout& layout, uint32_t field) {
-    if (field >= layout.fields.size()) return false;
+    if (field >= layout.fixed_fields()) return false;
     const Field& f = layout.fields[field];
     return casts(Element::kF64, f.element) && f.nbytes == static_cast<uint64_t>(item_size(f.element));
   }

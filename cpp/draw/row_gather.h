@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "draw/copy.h"
+#include "draw/ragged_batch.h"
 #include "segment/row_rewriter.h"
 
 namespace torchreplay {
@@ -18,13 +19,15 @@ struct DrawnItem {
   int64_t key() const { return static_cast<int64_t>(key1) - 1; }
 };
 
-// Where a batch goes: `values[o]` receives n values of output o, one after the other.
+// Where a batch goes: `values[o]` receives n values of output o, one after the other. Those of ragged outputs are not
+// looked at.
 struct BatchPointers {
   std::vector<char*> values;
   int64_t* keys = nullptr;
   float* weight = nullptr;
   float* probability = nullptr;
-  uint64_t bytes = 0;  // of all values together
+  uint64_t bytes = 0;             // of all values together
+  RaggedBatch* ragged = nullptr;  // where the values of any length go; nullptr: nobody wants them
 };
 
 // Items that are single rows.
@@ -67,7 +70,7 @@ class RowGather {
       word[k] = memory_.row(item.slot).word.load(std::memory_order_acquire);
       if (!slot_word::is_row(word[k]) || slot_word::key1(word[k]) != item.key1) word[k] = 0;
     }
-    for (size_t f = 0; f < fields.size(); f++)
+    for (size_t f = 0; f < memory_.layout().fixed_fields(); f++)
       if (!fields[f].own_array) copy_field(fields[f], out.values[f], first, n);
     copy_long(first, n, out);
     for (int k = 0; k < n; k++) {
@@ -94,9 +97,8 @@ class RowGather {
   }
 
   void add_long(int first, int n, const BatchPointers& out) {
-    const auto& fields = memory_.layout().fields;
-    for (size_t f = 0; f < fields.size(); f++) {
-      const Field& field = fields[f];
+    for (size_t f = 0; f < memory_.layout().fixed_fields(); f++) {
+      const Field& field = memory_.layout().fields[f];
       if (!field.own_array) continue;
       for (int k = first; k < first + n; k++)
         copies_.add(out.values[f] + todo_[k] * field.nbytes, memory_.value(field, items_[todo_[k]].slot), field.nbytes);

@@ -108,10 +108,16 @@ class LearnerPace {
   static constexpr int64_t kLateNs = 1'000'000'000;
 
   LearnerPace(uint64_t capacity, uint64_t row_bytes)
-      : least_(std::clamp<uint64_t>(std::min(capacity, kBurstBytes / row_bytes), 64, kBurstRows)), budget_(least_) {}
+      : least_(std::clamp<uint64_t>(std::min(capacity, kBurstBytes / row_bytes), kFewestRows, kBurstRows)),
+        budget_(least_) {}
 
   // Tickets that writers may be ahead of what was absorbed.
-  uint64_t budget() const { return budget_.load(std::memory_order_relaxed); }
+  uint64_t budget() const {
+    return std::min(budget_.load(std::memory_order_relaxed), most_.load(std::memory_order_relaxed));
+  }
+
+  // Writers need no more than so many rows for a turn of the ring: its values are longer than `capacity` suggests.
+  void note_rows(uint64_t rows) { most_.store(std::max(rows, kFewestRows), std::memory_order_relaxed); }
 
   // A learner's call begins.
   void begin(WriteGate& gate) {
@@ -174,7 +180,7 @@ class LearnerPace {
   static constexpr int kLateCalls = 64;
   // What may be written in one go, if it is no more than a turn of the ring: an absorption of a millisecond.
   static constexpr uint64_t kBurstRows = 32768, kBurstBytes = uint64_t{64} << 20;
-  static constexpr uint64_t kMostRows = uint64_t{1} << 20;
+  static constexpr uint64_t kFewestRows = 64, kMostRows = uint64_t{1} << 20;
 
   // How much writers write in a turn, from what they wrote in their last.
   void measure(int64_t now, uint64_t head) {
@@ -189,6 +195,7 @@ class LearnerPace {
   const uint64_t least_;
   // Several threads of a process may draw. What they overwrite of each other's is a hint.
   std::atomic<uint64_t> budget_;
+  std::atomic<uint64_t> most_{kMostRows};
   std::atomic<uint64_t> opened_at_{0};  // head when this learner opened the gate
   std::atomic<int64_t> opened_{0};      // when it did
   std::atomic<int64_t> shut_since_{0};  // when it first had absorbed all and found the gate shut; 0: it was not

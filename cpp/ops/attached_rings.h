@@ -30,8 +30,9 @@ class AttachedRings {
   // Counts one more user of the segment `nonce`, which `fd` is a descriptor of. Throws NotASegment or
   // std::system_error.
   std::shared_ptr<AttachedRing> attach(int fd, int64_t nonce, ItemPlan plan) {
-    auto ring = std::make_shared<AttachedRing>(open_segment(Descriptor::duplicate(fd), static_cast<uint64_t>(nonce)),
-                                               std::move(plan));
+    auto memory = open_segment(Descriptor::duplicate(fd), static_cast<uint64_t>(nonce));
+    if (memory->has_pages()) throw NotASegment("the buffer has ragged fields, which the operators do not take");
+    auto ring = std::make_shared<AttachedRing>(std::move(memory), std::move(plan));
     const std::lock_guard guard(mutex_);
     Entry& entry = entries_.try_emplace(nonce, Entry{ring, 0}).first->second;
     entry.users++;

@@ -4,6 +4,8 @@
 #include <ATen/dlpack.h>
 
 #include <climits>
+#include <deque>
+#include <utility>
 
 #include "python/errors.h"
 
@@ -38,6 +40,22 @@ inline bool is_tensor(PyObject* o) {
   return tensor_type && (t == tensor_type || PyType_IsSubtype(t, tensor_type));
 }
 
+// What keeps an array's memory where it is.
+class LentArray {
+ public:
+  explicit LentArray(Ref held) : held_(std::move(held)) {}
+  explicit LentArray(const Py_buffer& buffer) : buffer_(buffer), has_buffer_(true) {}
+  LentArray(const LentArray&) = delete;
+  ~LentArray() {
+    if (has_buffer_) PyBuffer_Release(&buffer_);
+  }
+
+ private:
+  Py_buffer buffer_{};
+  bool has_buffer_ = false;
+  Ref held_;
+};
+
 // A user's array while it is read. `problem` says why it cannot be read as one.
 class ArrayView {
  public:
@@ -52,6 +70,12 @@ class ArrayView {
     if (has_buffer_) PyBuffer_Release(&buffer_);
     has_buffer_ = false;
     held_ = Ref();
+  }
+
+  // Hands over what keeps the memory, which stays as long as `to` has it.
+  void lend(std::deque<LentArray>& to) {
+    if (std::exchange(has_buffer_, false)) to.emplace_back(buffer_);
+    if (held_) to.emplace_back(std::move(held_));
   }
 
   // False with `problem` set when `o` is no array on the CPU; no Python error is left behind.

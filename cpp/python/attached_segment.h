@@ -17,10 +17,24 @@ class AttachedSegment : public Attachment {
   using Attachment::Attachment;
 
   Fields fields;
-  Fields batch;         // the tensors of a batch, when rows are linked
+  Fields batch;  // the tensors of a batch, when rows are linked
+  RaggedPlan ragged_outputs;
   bool closed = false;  // by its buffer, while writers keep it
 
   const Fields& outputs() const { return linked() ? batch : fields; }
+
+  void name_fields(Fields named) {
+    fields = std::move(named);
+    if (!linked()) ragged_outputs = RaggedPlan::of(memory().layout(), nullptr);
+  }
+
+  // Memory for a batch of `n` items.
+  BatchBuilder new_batch(int64_t n) const { return {outputs(), ragged_outputs, linked(), n}; }
+
+  // What the calls that know fields of one size alone begin with.
+  void require_fixed() const {
+    if (!fields.ragged.empty()) throw std::invalid_argument("rows with ragged fields do not go this way");
+  }
 
   static std::shared_ptr<AttachedSegment> make(std::unique_ptr<SegmentMemory> memory) {
     auto attached = std::make_shared<AttachedSegment>(std::move(memory));

@@ -29,7 +29,7 @@ inline void look_at_first_rewards(WriterObject& s) {
   for (const StreamRow& row : s.lanes().rows()) {
     if (row.kind != StreamRow::Kind::kReset || row.time < 0 || reward.is_zero(row.time, row.lane)) continue;
     const std::string text =
-        "field '" + s.attached->fields.specs[*s.roles.reward].path + "' is not 0 in environment " +
+        "field '" + s.fields().specs[s.fields().fixed[*s.roles.reward]].path + "' is not 0 in environment " +
         std::to_string(row.lane) +
         " in the step after an end. Under autoreset 'next_step' it brings the next episode's first observation, and "
         "Gymnasium gives it no reward. If the environment resets in another way, items are wrong: buffer.writer(envs) "
@@ -43,27 +43,39 @@ inline void look_at_first_rewards(WriterObject& s) {
 
 // Writes the planned rows; their keys go to the places in `answers` that they answer.
 inline void write_planned(PyObject* self, WriterObject& s, int64_t* answers) {
+  using Kind = StreamRow::Kind;
   SegmentMemory& m = s.attached->memory();
-  const auto& columns = m.layout().fields;
+  const Layout& layout = m.layout();
+  const Fields& fields = s.fields();
   const std::vector<StreamRow>& plan = s.lanes().rows();
-  const auto fill = [&](uint64_t i, uint64_t slot) {
+  const auto& columns = layout.fields;
+  const auto fill_row = [&](uint64_t i, uint64_t slot) {
     const StreamRow& row = plan[i];
-    for (size_t f = 0; f < columns.size(); f++) {
-      const Field& field = columns[f];
-      if (s.roles.observation[f])
-        (row.kind == StreamRow::Kind::kLast ? s.last : s.values)[f].write(m, field, slot, row.obs_time, row.lane);
-      else if (row.kind == StreamRow::Kind::kReset)
+    for (size_t c = 0; c < s.values.size(); c++) {
+      const Field& field = columns[c];
+      if (s.roles.observed[c])
+        (row.kind == Kind::kLast ? s.last : s.values)[c].write(m, field, slot, row.obs_time, row.lane);
+      else if (row.kind == Kind::kReset)
         zero_payload(m.value(field, slot), field.nbytes);
       else
-        s.values[f].write(m, field, slot, row.time, row.lane);
+        s.values[c].write(m, field, slot, row.time, row.lane);
       TORCHREPLAY_FAULT("step.field");
     }
   };
+  RaggedFill fill(fill_row, fields, layout, [&](size_t field, uint64_t i) {
+    const StreamRow& row = plan[i];
+    const auto place = [&](int64_t time) { return static_cast<uint64_t>(time) * s.lanes().size() + row.lane; };
+    const size_t column = fields.specs[field].column;
+    if (s.roles.observation[field])
+      return std::pair(&(row.kind == Kind::kLast ? s.ragged_last : s.ragged).of(column), place(row.obs_time));
+    const RaggedValue* const own = row.kind == Kind::kReset ? nullptr : &s.ragged.of(column);
+    return std::pair(own, own ? place(row.time) : 0);
+  });
   const auto priority_of = [&](const StreamRow& row) {
     return s.priorities.of(static_cast<uint64_t>(row.time) * s.lanes().size() + row.lane);
   };
   PythonWait wait(self);
-  s.session.write_planned(answers, s.first_key, priority_of, fill, wait);
+  s.session.write_planned(answers, s.first_key, priority_of, fill, wait, fill.checked_bytes(plan.size()));
 }
 
 // Writes the planned rows, and returns their keys: an int without lanes.
@@ -80,14 +92,18 @@ inline PyObject* write_lanes(PyObject* self, WriterObject& s) {
   return keys.release(1, &n);
 }
 
-inline void open_observations(WriterObject& s, std::vector<FieldValue>& values, Leading& leading) {
-  for (size_t f = 0; f < values.size(); f++)
-    if (s.roles.observation[f]) values[f].open(s.given[f], s.attached->fields.specs[f], leading);
+// Opens the fields that are observations, or those that are not.
+inline void open_some(WriterObject& s, bool observed, Leading& leading) {
+  for (size_t f = 0; f < s.given.size(); f++)
+    if (s.roles.observation[f] == observed) s.open(f, leading, s.values, s.ragged);
 }
 
-inline void open_rest(WriterObject& s, Leading& leading) {
-  for (size_t f = 0; f < s.values.size(); f++)
-    if (!s.roles.observation[f]) s.values[f].open(s.given[f], s.attached->fields.specs[f], leading);
+// The ragged fields that are observations, or those that are not.
+inline std::vector<size_t> ragged_of(const WriterObject& s, bool observed) {
+  std::vector<size_t> found;
+  for (const size_t f : s.fields().ragged)
+    if (s.roles.observation[f] == observed) found.push_back(f);
+  return found;
 }
 
 inline Leading one_time(const WriterObject& s) {
@@ -117,10 +133,11 @@ inline PyObject* reset(PyObject* self, PyObject* const* args, Py_ssize_t nargs, 
     check_positional("reset", nargs);
     const WriterUse use(self, s);
     require_linked(s, "reset");
-    PyObject* mask[2] = {};
+    PyObject* mask[KeywordMatcher::kOptions] = {};
     s.reset_matcher.match(args, names, s.given.data(), mask);
     Leading leading = one_time(s);
-    open_observations(s, s.values, leading);
+    open_some(s, true, leading);
+    s.ragged.check_alike(ragged_of(s, true));
     const std::vector<uint8_t> chosen = read_mask(s, mask[0]);
     if (!chosen.empty()) require_own_episodes(s, chosen.data());
     s.session.lanes().plan_reset(chosen.empty() ? nullptr : chosen.data());
@@ -147,7 +164,9 @@ inline bool open_last(PyObject* self, WriterObject& s, PyObject* given, const st
   std::vector<Ref> held;
   collect(s.observations, dict.get(), "", s.given.data(), held);
   Leading leading = one_time(s);
-  open_observations(s, s.last, leading);
+  for (size_t f = 0; f < s.given.size(); f++)
+    if (s.roles.observation[f]) s.open(f, leading, s.last, s.ragged_last);
+  s.ragged_last.check_alike(ragged_of(s, true));
   s.last_held = std::move(held);
   return true;
 }
@@ -158,10 +177,11 @@ inline PyObject* step(PyObject* self, PyObject* const* args, Py_ssize_t nargs, P
     const WriterUse use(self, s);
     require_linked(s, "step");
     require_own_episodes(s);
-    PyObject* options[2] = {};
+    PyObject* options[KeywordMatcher::kOptions] = {};
     s.matcher.match(args, names, s.given.data(), options);
+    refuse_lengths("step", options[2]);
     Leading leading = one_time(s);
-    for (size_t f = 0; f < s.values.size(); f++) s.values[f].open(s.given[f], s.attached->fields.specs[f], leading);
+    s.open_all(leading);
     s.priorities.open(options[0], leading);
     if (!s.lanes().vectorised()) {
       const uint8_t terminated = s.values[s.roles.terminated].flag(0), truncated = s.values[s.roles.truncated].flag(0);
@@ -206,17 +226,19 @@ inline PyObject* truncate_rows(PyObject* self, PyObject* given) {
 
 // One episode, or with lanes a block of times and lanes: an observation more than steps.
 inline PyObject* extend_episodes(PyObject* self, WriterObject& s, PyObject* const* args, PyObject* names) {
-  PyObject* options[2] = {};
+  PyObject* options[KeywordMatcher::kOptions] = {};
   s.matcher.match(args, names, s.given.data(), options);
+  s.ragged.read_lengths(options[2]);
   if (options[1] && options[1] != Py_None)
     throw std::invalid_argument("extend() takes no final_obs: each observation is the one that the step before led to");
   Leading steps = one_time(s);
   steps.times = true;
-  open_rest(s, steps);
+  open_some(s, false, steps);
   Leading observations = steps;
   observations.time_count++;
   observations.after_steps = true;
-  open_observations(s, s.values, observations);
+  open_some(s, true, observations);
+  s.ragged.check_alike(s.fields().ragged);
   const int64_t times = steps.time_count, lanes = s.lanes().size();
   s.priorities.open(options[0], steps);
   s.session.lanes().plan_steps(times, read_flags(s, s.roles.terminated, times).data(),

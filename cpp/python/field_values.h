@@ -17,6 +17,53 @@ struct Leading {
   int dims() const { return times + lanes; }
 };
 
+// Throws std::invalid_argument unless there are as many rows as before. Arrays that repeat a value need no memory: they
+// may be longer than anything.
+inline void require_times(int64_t n, const FieldSpec& spec, Leading& leading) {
+  const int64_t most = static_cast<int64_t>(kMaxKeys) / (leading.lanes ? leading.lane_count : 1);
+  if (leading.time_count < 0 && n > most)
+    throw std::invalid_argument("field '" + spec.path + "': got " + std::to_string(n) + " rows, expected at most " +
+                                std::to_string(most) + ": there are no more keys");
+  if (leading.time_count < 0) leading.time_count = n;
+  if (n != leading.time_count)
+    throw std::invalid_argument("field '" + spec.path + "': got " + std::to_string(n) +
+                                (leading.after_steps ? " observations, expected one more than steps, which have "
+                                                     : " rows, the fields before it have ") +
+                                std::to_string(leading.time_count - leading.after_steps));
+}
+
+// Throws std::invalid_argument unless each number of a list of ints fits the field, whose dtype is unsigned.
+inline void require_natural(const StridedArray& a, const FieldSpec& spec) {
+  int64_t n = 1;
+  for (int d = 0; d < a.dims; d++) n *= a.shape[d];
+  const int bits = 8 * item_size(spec.element);
+  for (int64_t i = 0; i < n; i++) {
+    const auto value = detail::load<int64_t>(a.data + 8 * i);
+    if (value < 0 || (bits < 64 && value >> bits))
+      throw std::invalid_argument("field '" + spec.path + "': got " + std::to_string(value) + ", which " +
+                                  element_name(spec.element) + " does not hold; nothing was written");
+  }
+}
+
+// Throws std::invalid_argument where a number that the field does not hold would become another one, or infinite.
+inline void refuse_unfit(const StridedArray& a, const FieldSpec& spec) {
+  uint64_t bytes = item_size(a.element);
+  for (int d = 0; d < a.dims; d++) bytes *= a.stride[d] ? static_cast<uint64_t>(a.shape[d]) : 1;
+  Unfit unfit;
+  const auto find = [&] { return find_unfit(a, spec.element, unfit); };
+  const auto find_unlocked = [&] {
+    const Unlocked others;
+    return find();
+  };
+  if (!(bytes > kUnlockedBytes ? find_unlocked() : find())) return;
+  const int dims = a.dims;
+  throw std::invalid_argument("field '" + spec.path + "': got " + unfit.value +
+                              (dims ? " at index " + shape_text(unfit.index, dims) : "") + ", which " +
+                              element_name(spec.element) +
+                              " does not hold: clip it, or choose another dtype for the "
+                              "field; nothing was written");
+}
+
 // One field's value in a call.
 class FieldValue {
  public:
@@ -35,20 +82,15 @@ class FieldValue {
     // Python ints in a list are int64 by now; one by itself is taken wherever it fits.
     const bool ints =
         numbers && a.element == Element::kI64 && spec.element >= Element::kU8 && spec.element <= Element::kU64;
-    if (ints) require_natural(spec);
+    if (ints) require_natural(a, spec);
     if (!ints && !casts(a.element, spec.element))
       throw std::invalid_argument("field '" + spec.path +
                                   "': " + (scalar ? describe_scalar(o) : element_name(a.element)) +
                                   " does not cast to " + element_name(spec.element) +
                                   " by the same_kind rule: convert it explicitly" + as_bools(spec, numbers));
-    if (leading.times && leading.time_count < 0) leading.time_count = checked_count(a.shape[0], spec, leading);
-    if (leading.times && a.shape[0] != leading.time_count)
-      throw std::invalid_argument("field '" + spec.path + "': got " + std::to_string(a.shape[0]) +
-                                  (leading.after_steps ? " observations, expected one more than steps, which have "
-                                                       : " rows, the fields before it have ") +
-                                  std::to_string(leading.time_count - leading.after_steps));
+    if (leading.times) require_times(a.shape[0], spec, leading);
     if (leading.lanes && a.shape[lead - 1] != leading.lane_count) fail(o, spec, leading, opened);
-    if (!scalar && !ints && a.element != spec.element) refuse_unfit(spec);
+    if (!scalar && !ints && a.element != spec.element) refuse_unfit(a, spec);
     time_stride_ = leading.times ? a.stride[0] : 0;
     lane_stride_ = leading.lanes ? a.stride[lead - 1] : 0;
     to_ = spec.element;
@@ -90,49 +132,6 @@ class FieldValue {
  private:
   const char* at(int64_t time, int64_t lane) const {
     return view_.array.data + time * time_stride_ + lane * lane_stride_;
-  }
-
-  // Throws std::invalid_argument unless each number of a list of ints fits the field, whose dtype is unsigned.
-  void require_natural(const FieldSpec& spec) const {
-    const StridedArray& a = view_.array;
-    int64_t n = 1;
-    for (int d = 0; d < a.dims; d++) n *= a.shape[d];
-    const int bits = 8 * item_size(spec.element);
-    for (int64_t i = 0; i < n; i++) {
-      const auto value = detail::load<int64_t>(a.data + 8 * i);
-      if (value < 0 || (bits < 64 && value >> bits))
-        throw std::invalid_argument("field '" + spec.path + "': got " + std::to_string(value) + ", which " +
-                                    element_name(spec.element) + " does not hold; nothing was written");
-    }
-  }
-
-  // Throws std::invalid_argument where a number that the field does not hold would become another one, or infinite.
-  void refuse_unfit(const FieldSpec& spec) const {
-    const StridedArray& a = view_.array;
-    uint64_t bytes = item_size(a.element);
-    for (int d = 0; d < a.dims; d++) bytes *= a.stride[d] ? static_cast<uint64_t>(a.shape[d]) : 1;
-    Unfit unfit;
-    const auto find = [&] { return find_unfit(a, spec.element, unfit); };
-    const auto find_unlocked = [&] {
-      const Unlocked others;
-      return find();
-    };
-    if (!(bytes > kUnlockedBytes ? find_unlocked() : find())) return;
-    const int dims = a.dims;
-    throw std::invalid_argument("field '" + spec.path + "': got " + unfit.value +
-                                (dims ? " at index " + shape_text(unfit.index, dims) : "") + ", which " +
-                                element_name(spec.element) +
-                                " does not hold: clip it, or choose another dtype for the "
-                                "field; nothing was written");
-  }
-
-  // Arrays that repeat a value need no memory: they may be longer than anything.
-  static int64_t checked_count(int64_t n, const FieldSpec& spec, const Leading& leading) {
-    const int64_t most = static_cast<int64_t>(kMaxKeys) / (leading.lanes ? leading.lane_count : 1);
-    if (n > most)
-      throw std::invalid_argument("field '" + spec.path + "': got " + std::to_string(n) + " rows, expected at most " +
-                                  std::to_string(most) + ": there are no more keys");
-    return n;
   }
 
   static std::string describe_scalar(PyObject* o) {

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <optional>
 #include <vector>
 
 #include "python/array_view.h"
@@ -13,8 +15,13 @@ inline constexpr uint64_t kMaxFieldBytes = uint64_t{1} << 46;
 struct FieldSpec {
   std::string path;  // "obs/image"
   Element element;
-  std::vector<int64_t> shape;
+  std::vector<int64_t> shape;  // of a ragged field: of one element of a value
   uint64_t nbytes;
+  uint32_t column = 0;         // among those of one size, or the ragged ones: as the layout has them
+  std::optional<size_t> of{};  // of a ragged field: the field whose length its values have, which may be itself
+  bool several = false;        // of a ragged output: an item has values of several rows
+
+  bool ragged() const { return of.has_value(); }
 };
 
 // A name of the spec: a field, or a dict of names.
@@ -28,23 +35,41 @@ struct Fields {
   std::vector<FieldSpec> specs;
   std::vector<Node> tree;
 
+  // Those whose values have one size, in the order of the layout: the others have their values in pages.
+  std::vector<size_t> fixed;
+  std::vector<size_t> ragged;
+  std::vector<Node> ragged_tree;  // the names that lead to ragged fields
+
   // What the layout is made from.
   std::vector<Field> columns() const {
     std::vector<Field> columns;
-    columns.reserve(specs.size());
-    for (const FieldSpec& f : specs) columns.push_back({f.element, f.nbytes});
+    columns.reserve(fixed.size());
+    for (const size_t f : fixed) columns.push_back({specs[f].element, specs[f].nbytes});
+    return columns;
+  }
+  std::vector<RaggedField> ragged_columns() const {
+    std::vector<RaggedField> columns;
+    std::vector<size_t> groups;  // the fields whose lengths are kept, in the order in which they are needed
+    for (const size_t f : ragged) {
+      const auto found = std::ranges::find(groups, *specs[f].of);
+      const auto group = static_cast<uint32_t>(found - groups.begin());
+      if (found == groups.end()) groups.push_back(*specs[f].of);
+      columns.push_back({specs[f].element, specs[f].nbytes, group});
+    }
     return columns;
   }
 
-  // From a list of (path: tuple[str, ...], element: int, shape: tuple[int, ...]).
+  // From a list of (path: tuple[str, ...], element: int, shape: tuple[int, ...]). Of ragged fields, with the position
+  // of the one whose length their values have; of ragged outputs, also whether an item has values of several rows.
   static Fields parse(PyObject* list) {
     Fields f;
     const Py_ssize_t n = PyList_Size(list);
     if (n < 0) throw PythonError{};
     for (Py_ssize_t i = 0; i < n; i++) {
       PyObject *path, *shape;
-      int element;
-      if (!PyArg_ParseTuple(PyList_GetItem(list, i), "O!iO!", &PyTuple_Type, &path, &element, &PyTuple_Type, &shape))
+      int element, of = -1, several = 0;
+      if (!PyArg_ParseTuple(PyList_GetItem(list, i), "O!iO!|ip", &PyTuple_Type, &path, &element, &PyTuple_Type, &shape,
+                            &of, &several))
         throw PythonError{};
       if (element < 0 || element >= kElements)
         throw std::invalid_argument("unknown element type " + std::to_string(element));
@@ -58,10 +83,30 @@ struct Fields {
         spec.shape.push_back(size);
         spec.nbytes *= static_cast<uint64_t>(size);
       }
+      if (of >= 0) spec.of = static_cast<size_t>(of);
+      spec.several = several != 0;
+      std::vector<size_t>& alike = spec.ragged() ? f.ragged : f.fixed;
+      spec.column = static_cast<uint32_t>(alike.size());
+      alike.push_back(f.specs.size());
       f.place(path, static_cast<int>(i), spec);
       f.specs.push_back(std::move(spec));
     }
+    for (const size_t r : f.ragged)
+      if (const size_t of = *f.specs[r].of; of >= f.specs.size() || f.specs[of].of != of)
+        throw std::invalid_argument("field '" + f.specs[r].path + "' has the length of no ragged field");
+    f.ragged_tree = f.pruned(f.tree, [&f](int field) { return f.specs[static_cast<size_t>(field)].ragged(); });
     return f;
+  }
+
+  // The part of a tree of names that leads to the fields for which keep(field) is true.
+  template <class Keep>
+  static std::vector<Node> pruned(const std::vector<Node>& tree, const Keep& keep) {
+    std::vector<Node> kept;
+    for (const Node& n : tree) {
+      Node copy{n.name, n.field, pruned(n.children, keep)};
+      if (n.field >= 0 ? keep(n.field) : !copy.children.empty()) kept.push_back(std::move(copy));
+    }
+    return kept;
   }
 
  private:
@@ -95,6 +140,14 @@ struct Fields {
 inline void collect(const std::vector<Node>& level, PyObject* dict, const std::string& prefix, PyObject** values,
                     std::vector<Ref>& held);
 
+// The names of a named tuple's parts, such as those of Gymnasium's GraphInstance; null for other tuples.
+inline PyObject* named_parts(PyObject* tuple) {
+  if (PyTuple_CheckExact(tuple)) return nullptr;
+  PyObject* const names = PyObject_GetAttrString(tuple, "_fields");
+  if (!names) PyErr_Clear();
+  return names;
+}
+
 // The values of a nested node: a dict, or the tuple that a Tuple space makes when the names are "0", "1", ...
 inline void collect_nested(const Node& node, PyObject* value, const std::string& path, PyObject** values,
                            std::vector<Ref>& held) {
@@ -103,9 +156,18 @@ inline void collect_nested(const Node& node, PyObject* value, const std::string&
     throw std::invalid_argument("field '" + path + "' is nested: expected a dict, got " + type_text(value) +
                                 (PyObject_HasAttrString(value, "to_dict") ? ": pass its .to_dict()" : ""));
   Ref dict(checked(PyDict_New()));
+  const Ref names(named_parts(value));
   for (Py_ssize_t i = 0; i < PyTuple_Size(value); i++) {
-    Ref name(checked(PyUnicode_FromFormat("%zd", i)));
-    if (PyDict_SetItem(dict.get(), name.get(), PyTuple_GetItem(value, i))) throw PythonError{};
+    const Ref name(names ? checked(PySequence_GetItem(names.get(), i)) : checked(PyUnicode_FromFormat("%zd", i)));
+    PyObject* const part = PyTuple_GetItem(value, i);
+    if (names && part == Py_None) {  // of a graph without edges
+      const Ref none(checked(PyTuple_New(0)));
+      const bool is_field =
+          std::ranges::any_of(node.children, [&](const Node& n) { return PyUnicode_Compare(n.name, name.get()) == 0; });
+      if (is_field && PyDict_SetItem(dict.get(), name.get(), none.get())) throw PythonError{};
+    } else if (PyDict_SetItem(dict.get(), name.get(), part)) {
+      throw PythonError{};
+    }
   }
   collect(node.children, dict.get(), path + "/", values, held);
 }
@@ -135,26 +197,17 @@ inline void collect(const std::vector<Node>& level, PyObject* dict, const std::s
   }
 }
 
-// The part of a tree of names that leads to the fields for which keep(field) is true.
-template <class Keep>
-std::vector<Node> pruned(const std::vector<Node>& tree, const Keep& keep) {
-  std::vector<Node> kept;
-  for (const Node& n : tree) {
-    Node copy{n.name, n.field, pruned(n.children, keep)};
-    if (n.field >= 0 ? keep(n.field) : !copy.children.empty()) kept.push_back(std::move(copy));
-  }
-  return kept;
-}
-
 // Matches the keyword arguments of one call to names of the spec. A call site passes the same tuple of names every
 // time, so the last matching is kept.
 class KeywordMatcher {
  public:
-  // `option`, when not null, is a keyword beside the fields. `observed`: the fields of which next ones are made when a
-  // batch is drawn; they outlive the matcher.
-  explicit KeywordMatcher(std::vector<Node> tree, const char* option = nullptr, const char* second = nullptr,
+  static constexpr int kOptions = 3;
+
+  // `options` that are not null are keywords beside the fields. `observed`: the fields of which next ones are made when
+  // a batch is drawn; they outlive the matcher.
+  explicit KeywordMatcher(std::vector<Node> tree, std::array<const char*, kOptions> options = {},
                           const std::vector<Node>* observed = nullptr)
-      : tree_(std::move(tree)), options_{option, second}, observed_(observed) {}
+      : tree_(std::move(tree)), options_(options), observed_(observed) {}
   ~KeywordMatcher() { Py_XDECREF(names_); }
   KeywordMatcher(const KeywordMatcher&) = delete;
 
@@ -211,7 +264,7 @@ class KeywordMatcher {
         seen[k] = true;
         return {&tree_[k], 0};
       }
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < kOptions; i++)
       if (options_[i] && PyUnicode_CompareWithASCIIString(name, options_[i]) == 0) return {nullptr, i};
     throw_names(tree_, "", "unknown", text_of(name), about_next(text_of(name)));
   }
@@ -227,7 +280,7 @@ class KeywordMatcher {
   }
 
   std::vector<Node> tree_;
-  const char* options_[2];
+  std::array<const char*, kOptions> options_;
   const std::vector<Node>* observed_;
   PyObject* names_ = nullptr;
   std::vector<Target> targets_;

@@ -59,6 +59,7 @@ inline PyObject* place(PyObject* self, PyObject* list) {
   return guarded([&] {
     auto& s = state_of<ImportObject>(self);
     Import& import = s.begun();
+    s.attached->require_fixed();
     const std::vector<FieldSpec>& specs = s.attached->fields.specs;
     const size_t columns = specs.size() + segment::kRowColumns;
     if (PyList_Size(list) != static_cast<Py_ssize_t>(columns)) throw std::invalid_argument("bad columns of rows");

@@ -56,8 +56,9 @@ PyObject* sample_and(const char* name, PyObject* self, PyObject* const* args, Py
     const std::shared_ptr<AttachedSegment> attached = s.attached();
     const int threads = threads_for(attached->outputs(), n);
     BatchPointers pointers;
-    if (args[3] == Py_None) {
-      BatchBuilder builder(attached->outputs(), n);
+    if (args[3] == Py_None || PyTuple_Check(args[3])) {
+      BatchBuilder builder = attached->new_batch(n);
+      if (args[3] != Py_None) builder.limit(args[3]);
       builder.point(pointers);
       const DrawResult result = s.learner->draw(n, beta, patience, pointers, threads, last_epoch, queue);
       builder.shrink(result.count);
@@ -76,8 +77,9 @@ PyObject* sample_and(const char* name, PyObject* self, PyObject* const* args, Py
   });
 }
 
-// sample(n, beta, deadline, out, [last_epoch] or [at_least, loop, ends]) -> batch, which is `out` unless that is None,
-// or what explain() says. `last_epoch` as in DrawRules, the others, of a queue, as in QueueDraw.
+// sample(n, beta, deadline, out, [last_epoch] or [at_least, loop, ends]) -> batch, which is `out` where that is one, or
+// what explain() says. `out` may be a tuple of the most elements of each ragged output, or None. `last_epoch` as in
+// DrawRules, the others, of a queue, as in QueueDraw.
 inline PyObject* sample(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return sample_and("sample", self, args, nargs, [](PyObject* batch, const DrawResult& result) {
     return batch ? batch : explain(result.outcome, result.shortage);
@@ -157,7 +159,7 @@ inline PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     std::optional<uint64_t> step;
     if (args[2] != Py_None) step = as_uint(args[2]);
     const auto n = static_cast<int64_t>(keys.size());
-    BatchBuilder builder(attached->outputs(), n);
+    BatchBuilder builder = attached->new_batch(n);
     BatchPointers pointers;
     builder.point(pointers);
     DrawnFrom from;

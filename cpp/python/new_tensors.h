@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "draw/ragged_batch.h"
 #include "python/fields.h"
 #include "python/object.h"
 #include "system/blocks.h"
@@ -41,7 +42,7 @@ PyObject* make_tensor(void* data, Element element, int dims, const int64_t* shap
   return static_cast<PyObject*>(out);
 }
 
-// Where a batch goes: at(f) for each field, `bytes` together, and then key, weight and probability.
+// Where a batch goes: at(f) for each output, `bytes` together, and then key, weight and probability.
 template <class At>
 void point_at(BatchPointers& out, size_t fields, uint64_t bytes, At&& at) {
   out.values.resize(fields);
@@ -61,7 +62,7 @@ inline int threads_for(const Fields& outputs, int64_t n) {
   constexpr int64_t kMaxThreads = 16;
   uint64_t bytes = 0;
   for (const FieldSpec& f : outputs.specs) bytes += f.nbytes * static_cast<uint64_t>(n);
-  if (bytes < kSharedBytes) return 1;
+  if (bytes < kSharedBytes && outputs.ragged.empty()) return 1;  // of values of any length the draw sees how much it is
   const Ref most(checked(PyObject_CallNoArgs(get_num_threads)));
   return static_cast<int>(std::clamp<int64_t>(as_int(most.get()), 1, kMaxThreads));
 }
@@ -87,10 +88,13 @@ struct KeyTensor {
   int64_t* keys;
 };
 
-// A batch under construction: one block of memory, one tensor per output.
+// A batch under construction: one block of memory, one tensor per output. The draw gets another block for values of
+// any length.
 class BatchBuilder {
  public:
-  BatchBuilder(const Fields& fields, int64_t n) : fields_(fields), n_(n) {
+  // `of_items`: places are counted over all outputs, where items are more than rows; else over those of one size.
+  BatchBuilder(const Fields& fields, const RaggedPlan& plan, bool of_items, int64_t n)
+      : fields_(fields), plan_(plan), of_items_(of_items), n_(n) {
     size_t bytes = 0;
     auto reserve = [&bytes](size_t size) {
       const size_t at = bytes;
@@ -98,25 +102,58 @@ class BatchBuilder {
       return at;
     };
     offsets_.reserve(fields.specs.size() + 3);
-    for (const FieldSpec& f : fields.specs) offsets_.push_back(reserve(f.nbytes * static_cast<size_t>(n)));
+    for (const FieldSpec& f : fields.specs)
+      offsets_.push_back(reserve(f.ragged() ? 0 : f.nbytes * static_cast<size_t>(n)));
     value_bytes_ = bytes;
     for (size_t size : {8, 4, 4}) offsets_.push_back(reserve(size * static_cast<size_t>(n)));
     block_ = Block::make(bytes, static_cast<int>(offsets_.size()) + 1);
+    if (!plan.outputs.empty()) ragged_.emplace(plan);
   }
   BatchBuilder(const BatchBuilder&) = delete;
   ~BatchBuilder() {
     for (size_t i = handed_out_; i < offsets_.size() + 1; i++) block_->release();
   }
 
-  void point(BatchPointers& out) const {
+  void point(BatchPointers& out) {
     point_at(out, fields_.specs.size(), value_bytes_, [&](size_t output) { return at(output); });
+    if (!ragged_) return;
+    out.ragged = &*ragged_;
+    if (of_items_) return;
+    for (size_t c = 0; c < fields_.fixed.size(); c++) out.values[c] = at(fields_.fixed[c]);
+    out.values.resize(fields_.fixed.size());
+  }
+
+  // The most elements that it may have, from a tuple of one number for each of its ragged outputs; -1: any.
+  void limit(PyObject* limits) {
+    if (!ragged_ || PyTuple_Size(limits) != static_cast<Py_ssize_t>(plan_.outputs.size()))
+      throw std::invalid_argument("a budget has a limit for each ragged field of a batch");
+    ragged_->budget.assign(plan_.groups.size(), -1);
+    for (size_t o = 0; o < plan_.outputs.size(); o++) {
+      const int64_t most = as_int(PyTuple_GetItem(limits, static_cast<Py_ssize_t>(o)));
+      int64_t& own = ragged_->budget[plan_.outputs[o].group];
+      if (most >= 0 && (own < 0 || most < own)) own = most;
+    }
   }
 
   // Hands out the first n items only.
   void shrink(int64_t n) { n_ = n; }
 
-  // Fills `dict` with the fields, nested as the spec is.
-  void fill(PyObject* dict) { fill_level(dict, fields_.tree); }
+  // Fills `dict` with the fields, nested as the spec is. Where values have any length, it has their offsets and lengths
+  // under these names, too.
+  void fill(PyObject* dict) {
+    fill_level(dict, fields_.tree, [this](int field) { return make_field(field); });
+    if (!ragged_) return;
+    if (!ragged_->data()) draw_nothing();
+    static PyObject* const names[] = {interned("offsets"), interned("lengths")};
+    std::vector<Ref> made(2 * plan_.groups.size());
+    fill_nested(dict, names[0],
+                [&](int field) { return made_once(made[group_of(field)], [&] { return offsets_of(field); }); });
+    fill_nested(dict, names[1], [&](int field) {
+      // Those of one row and those of a window of one are of different shapes.
+      if (plan_.windows[plan_.groups[group_of(field)].window].count == 1) return lengths_of(field);
+      return made_once(made[plan_.groups.size() + group_of(field)], [&] { return lengths_of(field); });
+    });
+  }
 
   // Adds key, weight and probability under their (interned) names.
   void fill_reserved(PyObject* dict, PyObject* const* names) {
@@ -135,23 +172,69 @@ class BatchBuilder {
     return make_tensor(at(output), element, dims, shape, nullptr, BlockOwner(block_));
   }
 
-  void fill_level(PyObject* dict, const std::vector<Node>& level) {
+  // Nobody drew anything: there is no item.
+  void draw_nothing() {
+    ragged_->allocate(std::vector<uint64_t>(plan_.outputs.size()), std::vector<int64_t>(plan_.groups.size()), false);
+    for (const RaggedBatch::Lengths& bounds : ragged_->lengths) bounds.offsets[0] = 0;
+  }
+
+  template <class Make>
+  static void fill_level(PyObject* dict, const std::vector<Node>& level, const Make& make) {
     for (const Node& node : level) {
-      Ref value(node.field >= 0 ? make_field(node.field) : checked(PyDict_New()));
-      if (node.field < 0) fill_level(value.get(), node.children);
+      Ref value(node.field >= 0 ? make(node.field) : checked(PyDict_New()));
+      if (node.field < 0) fill_level(value.get(), node.children, make);
       if (PyDict_SetItem(dict, node.name, value.get())) throw PythonError{};
     }
   }
 
+  template <class Make>
+  void fill_nested(PyObject* dict, PyObject* name, const Make& make) {
+    const Ref inner(checked(PyDict_New()));
+    fill_level(inner.get(), fields_.ragged_tree, make);
+    if (PyDict_SetItem(dict, name, inner.get())) throw PythonError{};
+  }
+
+  template <class Make>
+  static PyObject* made_once(Ref& made, const Make& make) {
+    if (!made) made = Ref(make());
+    return Py_NewRef(made.get());
+  }
+
+  uint32_t group_of(int field) const { return plan_.outputs[fields_.specs[static_cast<size_t>(field)].column].group; }
+  // Of the n items.
+  const RaggedBatch::Lengths& bounds_of(int field) const { return ragged_->lengths[group_of(field)]; }
+  int64_t rows_of(int field) const { return int64_t{plan_.windows[plan_.groups[group_of(field)].window].count}; }
+
+  PyObject* offsets_of(int field) {
+    const int64_t shape[] = {n_ * rows_of(field) + 1};
+    return make_tensor(bounds_of(field).offsets, Element::kI32, 1, shape, nullptr, BlockOwner(ragged_->share()));
+  }
+  PyObject* lengths_of(int field) {
+    const int64_t shape[] = {n_, rows_of(field)};
+    return make_tensor(bounds_of(field).lengths, Element::kI64,
+                       fields_.specs[static_cast<size_t>(field)].several ? 2 : 1, shape, nullptr,
+                       BlockOwner(ragged_->share()));
+  }
+  PyObject* make_ragged(const FieldSpec& spec, int field) {
+    int64_t shape[StridedArray::kMaxDims + 1] = {bounds_of(field).offsets[n_ * rows_of(field)]};
+    std::copy(spec.shape.begin(), spec.shape.end(), shape + 1);
+    return make_tensor(ragged_->values[spec.column].data, spec.element, 1 + static_cast<int>(spec.shape.size()), shape,
+                       nullptr, BlockOwner(ragged_->share()));
+  }
+
   PyObject* make_field(int field) {
-    const FieldSpec& spec = fields_.specs[field];
+    const FieldSpec& spec = fields_.specs[static_cast<size_t>(field)];
+    if (spec.ragged()) return make_ragged(spec, field);
     int64_t shape[StridedArray::kMaxDims + 1] = {n_};
     std::copy(spec.shape.begin(), spec.shape.end(), shape + 1);
     return make(field, spec.element, 1 + static_cast<int>(spec.shape.size()), shape);
   }
 
   const Fields& fields_;
+  const RaggedPlan& plan_;
+  bool of_items_;
   int64_t n_;
+  std::optional<RaggedBatch> ragged_;
   std::vector<size_t> offsets_;
   size_t value_bytes_ = 0;
   Block* block_;

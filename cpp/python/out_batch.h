@@ -14,6 +14,9 @@ class GivenBatch {
   GivenBatch(const Fields& fields, int64_t n, PyObject* dict, PyObject* const* reserved)
       : views_(fields.specs.size() + 3), n_(n) {
     const size_t outputs = fields.specs.size();
+    if (!fields.ragged.empty())
+      throw std::invalid_argument("out cannot take the batch: '" + fields.specs[fields.ragged[0]].path +
+                                  "' is Ragged, and each batch of such is of another size; leave out= out");
     open_level(fields, fields.tree, dict, "");
     constexpr Element elements[] = {Element::kI64, Element::kF32, Element::kF32};
     for (size_t i = 0; i < 3; i++) open(dict, reserved[i], text_of(reserved[i]), elements[i], {}, views_[outputs + i]);

@@ -8,7 +8,7 @@ namespace torchreplay::py {
 
 // What an ordered batch is drawn into: memory of ours, or that of the tensors of a batch that was given.
 struct BatchMemory {
-  const Fields* outputs;
+  const AttachedSegment* segment;
   int n;
   std::unique_ptr<BatchBuilder> builder;
   Ref given;
@@ -17,7 +17,7 @@ struct BatchMemory {
     if (builder)
       builder->point(out);
     else
-      GivenBatch(*outputs, n, given.get(), segment::reserved_names()).point(out);
+      GivenBatch(segment->outputs(), n, given.get(), segment::reserved_names()).point(out);
   }
 };
 
@@ -35,15 +35,16 @@ struct PrefetcherObject {
 
   SegmentObject& segment() { return state_of<SegmentObject>(owner.get()); }
 
-  // `out` is None, or a batch to draw into, whose tensors the caller keeps until it is taken or this is closed.
+  // `out` is None, or a tuple of limits as for sample(), or a batch to draw into, whose tensors the caller keeps until
+  // it is taken or this is closed.
   void order(double beta, PyObject* out) {
-    const Fields& outputs = attached->outputs();
-    BatchMemory memory{&outputs, batch_size, nullptr, Ref()};
-    if (out == Py_None)
-      memory.builder = std::make_unique<BatchBuilder>(outputs, batch_size);
+    BatchMemory memory{attached.get(), batch_size, nullptr, Ref()};
+    if (out == Py_None || PyTuple_Check(out))
+      memory.builder = std::unique_ptr<BatchBuilder>(new BatchBuilder(attached->new_batch(batch_size)));
     else
       memory.given = Ref::borrow(out);
-    stream.order(beta, std::move(memory), threads_for(outputs, batch_size));
+    if (PyTuple_Check(out)) memory.builder->limit(out);
+    stream.order(beta, std::move(memory), threads_for(attached->outputs(), batch_size));
   }
 
   // The oldest batch; None when it is not drawn yet; or what explain() says.

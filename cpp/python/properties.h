@@ -40,7 +40,8 @@ inline PyObject* column(PyObject* self, PyObject* index) {
     if (i < 0 || i >= static_cast<int64_t>(attached->fields.specs.size()))
       throw std::invalid_argument("no such column");
     const FieldSpec& spec = attached->fields.specs[i];
-    const Field& f = m.layout().fields[i];
+    if (spec.ragged()) throw std::invalid_argument("no such column: values of any length lie in pages");
+    const Field& f = m.layout().fields[spec.column];
     const int dims = 1 + static_cast<int>(spec.shape.size());
     std::copy(spec.shape.begin(), spec.shape.end(), shape + 1);
     strides[0] = static_cast<int64_t>(f.stride) / item_size(f.element);

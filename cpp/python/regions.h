@@ -8,7 +8,8 @@ namespace torchreplay::py {
 
 inline unsigned long long as_ull(uint64_t n) { return n; }
 
-// {name: (first byte, bytes)} of the regions, `fields`: [(first byte, bytes between slots)], and a few sizes.
+// {name: (first byte, bytes)} of the regions, `fields`: [(first byte, bytes between slots)], and a few sizes. Of a
+// segment with ragged fields: "page_words" to "pages" is what is kept of them, "pages" to "bytes" their values; else 0.
 inline PyObject* regions_of(const Layout& l) {
   const Ref fields(checked(PyList_New(0)));
   uint64_t end_of_rows = l.records + l.capacity * l.record_stride;
@@ -18,11 +19,13 @@ inline PyObject* regions_of(const Layout& l) {
     if (f.own_array) end_of_rows = std::max(end_of_rows, f.offset + l.capacity * f.stride);
   }
   const uint64_t leaves = l.tree + PriorityTree::kLeavesOffset;
-  return checked(Py_BuildValue("{s:O,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "fields", fields.get(), "records",
-                               as_ull(l.records), "record_stride", as_ull(l.record_stride), "row_header",
+  return checked(Py_BuildValue("{s:O,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "fields", fields.get(),
+                               "records", as_ull(l.records), "record_stride", as_ull(l.record_stride), "row_header",
                                as_ull(l.view.linked() ? kLinkedHeaderBytes : kSingleHeaderBytes), "end_of_rows",
                                as_ull(end_of_rows), "at", as_ull(l.at), "links", as_ull(l.links), "tree",
-                               as_ull(l.tree), "leaves", as_ull(leaves), "bytes", as_ull(l.bytes)));
+                               as_ull(l.tree), "leaves", as_ull(leaves), "page_words", as_ull(l.pages.words), "pages",
+                               as_ull(l.pages.values), "page_bytes", as_ull(l.pages.bytes), "page_count",
+                               as_ull(l.pages.count), "bytes", as_ull(l.bytes)));
 }
 
 // segment_regions(capacity, fields, view, text_bytes) -> dict: of the segment that Segment(create=True) would make.
@@ -32,8 +35,7 @@ inline PyObject* segment_regions(PyObject*, PyObject* args) {
     PyObject *list, *view;
     if (!PyArg_ParseTuple(args, "KOOK", &capacity, &list, &view, &text)) throw PythonError{};
     const Fields fields = Fields::parse(list);
-    return regions_of(
-        make_layout(capacity, fields.columns(), segment::parse_view(view), config_bytes(fields.specs.size(), text)));
+    return regions_of(segment::Shape::parse(view).layout_of(capacity, fields, text));
   });
 }
 

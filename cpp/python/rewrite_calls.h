@@ -20,19 +20,23 @@ class NewValues {
     values_ = std::vector<FieldValue>(fields_.specs.size());
     for (size_t f = 0; f < given_.size(); f++) {
       if (!given_[f]) continue;
+      if (fields_.specs[f].ragged())
+        throw std::invalid_argument("field '" + fields_.specs[f].path +
+                                    "' is Ragged: a value of any length is written once; nothing was changed");
       Leading leading{.times = true};
       values_[f].open(given_[f].get(), fields_.specs[f], leading);
       if (leading.time_count != n)
         throw std::invalid_argument("field '" + fields_.specs[f].path + "': got " + std::to_string(leading.time_count) +
                                     " values, expected one for each of the " + std::to_string(n) +
                                     " keys; nothing was changed");
-      chosen_.push_back(f);
+      chosen_.push_back(fields_.specs[f].column);
     }
     if (chosen_.empty()) throw std::invalid_argument("the values name no field; nothing was changed");
   }
 
+  // Columns of the layout.
   const std::vector<size_t>& chosen() const { return chosen_; }
-  void copy(int64_t row, size_t f, char* to) const { values_[f].copy(to, row); }
+  void copy(int64_t row, size_t column, char* to) const { values_[fields_.fixed[column]].copy(to, row); }
 
  private:
   void read(const std::vector<Node>& level, PyObject* dict, const std::string& prefix) {

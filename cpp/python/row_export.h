@@ -30,6 +30,7 @@ void place_row_columns(RowColumns& rows, const At& at) {
 inline PyObject* export_rows(PyObject* self, PyObject* args) {
   return on_segment(self, [&](AttachedSegment& segment) {
     SegmentMemory& m = segment.memory();
+    segment.require_fixed();
     segment.settle();
     unsigned long long from, to;
     if (!PyArg_ParseTuple(args, "KK", &from, &to)) throw PythonError{};
@@ -130,6 +131,7 @@ class PackedColumns {
 inline PyObject* pack_rows(PyObject* self, PyObject* args) {
   return on_segment(self, [&](AttachedSegment& segment) {
     SegmentMemory& m = segment.memory();
+    segment.require_fixed();
     segment.settle();
     unsigned long long from, to;
     Lent room;

@@ -12,15 +12,28 @@
 namespace torchreplay::py {
 namespace segment {
 
-// From (span, min_steps, stride, history, across, priority_steps, claimed).
-inline View parse_view(PyObject* tuple) {
-  View v;
-  if (!PyArg_ParseTuple(tuple, "IIIIIII", &v.span, &v.min_steps, &v.stride, &v.history, &v.across, &v.priority_steps,
-                        &v.claimed))
-    throw PythonError{};
-  if (v.stride < 1 || v.min_steps < 1) throw std::invalid_argument("bad view");
-  return v;
-}
+// How rows become items, and the bytes for values of any length.
+struct Shape {
+  View view;
+  uint64_t ragged_bytes;
+
+  // From (span, min_steps, stride, history, across, priority_steps, claimed, ragged_bytes).
+  static Shape parse(PyObject* tuple) {
+    View v;
+    unsigned long long ragged_bytes;
+    if (!PyArg_ParseTuple(tuple, "IIIIIIIK", &v.span, &v.min_steps, &v.stride, &v.history, &v.across, &v.priority_steps,
+                          &v.claimed, &ragged_bytes))
+      throw PythonError{};
+    if (v.stride < 1 || v.min_steps < 1) throw std::invalid_argument("bad view");
+    return {v, ragged_bytes};
+  }
+
+  Layout layout_of(uint64_t capacity, const Fields& fields, size_t text_bytes) const {
+    return make_layout(capacity, fields.columns(), view,
+                       config_bytes(fields.fixed.size(), text_bytes, fields.ragged.size()), fields.ragged_columns(),
+                       ragged_bytes);
+  }
+};
 
 // From (prioritized, normalize, alpha, eps, initial, initial_raw, epochs, queue, drop_oldest, max_draws, window).
 inline SamplerConfig parse_sampler(PyObject* tuple) {
@@ -58,8 +71,7 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
     if (create) {
       Fields specs = Fields::parse(fields);
       SegmentConfig config;
-      config.layout = make_layout(capacity, specs.columns(), parse_view(view),
-                                  config_bytes(specs.specs.size(), static_cast<size_t>(text_bytes)));
+      config.layout = Shape::parse(view).layout_of(capacity, specs, static_cast<size_t>(text_bytes));
       config.nonce = nonce;
       config.seed = seed;
       config.boot = boot;
@@ -67,7 +79,7 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
       config.sampler = parse_sampler(sampler);
       config.limiter = parse_limiter(limiter);
       state->segment = AttachedSegment::make(format_segment(Descriptor::duplicate(fd), config));
-      state->segment->fields = std::move(specs);
+      state->segment->name_fields(std::move(specs));
       state->segment->refresh({});
     } else {
       state->segment = AttachedSegment::make(open_segment(Descriptor::duplicate(fd), nonce));
@@ -89,12 +101,21 @@ inline PyObject* describe_segment(PyObject* self, PyObject* args) {
     unsigned long long capacity;
     if (!PyArg_ParseTuple(args, "OKO", &list, &capacity, &view)) throw PythonError{};
     Fields fields = Fields::parse(list);
-    const auto& columns = layout.fields;
-    bool same = capacity == layout.capacity && parse_view(view) == layout.view && fields.specs.size() == columns.size();
-    for (size_t i = 0; same && i < columns.size(); i++)
-      same = fields.specs[i].element == columns[i].element && fields.specs[i].nbytes == columns[i].nbytes;
+    const Shape shape = Shape::parse(view);
+    const std::vector<Field> columns = fields.columns();
+    const std::vector<RaggedField> ragged = fields.ragged_columns();
+    const auto alike = [](const Field& a, const Field& b) { return a.element == b.element && a.nbytes == b.nbytes; };
+    const auto alike_ragged = [](const RaggedField& a, const RaggedField& b) {
+      return a.element == b.element && a.nbytes == b.nbytes && a.group == b.group;
+    };
+    const Pages& pages = layout.pages;
+    const bool same = capacity == layout.capacity && shape.view == layout.view &&
+                      columns.size() == layout.fixed_fields() &&
+                      std::equal(columns.begin(), columns.end(), layout.fields.begin(), alike) &&
+                      std::ranges::equal(ragged, layout.ragged, alike_ragged) &&
+                      shape.ragged_bytes / std::max<uint64_t>(pages.bytes, 1) == pages.count;
     if (!same) throw NotASegment("the segment's description does not match its layout");
-    segment.fields = std::move(fields);
+    segment.name_fields(std::move(fields));
   });
 }
 
@@ -112,20 +133,33 @@ inline PyObject* set_plan(PyObject* self, PyObject* args) {
                           &plan.discount_field))
       throw PythonError{};
     plan.goal = static_cast<Goal>(goal);
+    const std::vector<FieldSpec>& specs = attached->fields.specs;
+    const auto column_of = [&](uint32_t field) -> uint32_t { return specs.at(field).column; };
+    if (plan.discount_field >= 0)
+      plan.discount_field = static_cast<int>(column_of(static_cast<uint32_t>(plan.discount_field)));
     for (Py_ssize_t i = 0; i < PyList_Size(outputs); i++) {
       Output o;
       unsigned int kind;
       if (!PyArg_ParseTuple(PyList_GetItem(outputs, i), "IIiII", &kind, &o.field, &o.first, &o.count, &o.goal_field))
         throw PythonError{};
       o.kind = static_cast<Output::Kind>(kind);
+      if (o.has_field() && specs.at(o.field).ragged()) {
+        o.ragged = static_cast<int32_t>(column_of(std::exchange(o.field, 0)));
+      } else if (o.has_field()) {
+        o.field = column_of(o.field);
+        if (o.kind == Output::Kind::kGoal) o.goal_field = column_of(o.goal_field);
+      }
       plan.outputs.push_back(o);
     }
     plan.check(layout);
     Fields batch = Fields::parse(list);
     bool same = batch.specs.size() == plan.outputs.size();
-    for (size_t o = 0; same && o < plan.outputs.size(); o++) same = batch.specs[o].nbytes == plan.item_bytes(o, layout);
+    for (size_t o = 0; same && o < plan.outputs.size(); o++)
+      same = batch.specs[o].ragged() == plan.outputs[o].is_ragged() &&
+             (batch.specs[o].ragged() || batch.specs[o].nbytes == plan.item_bytes(o, layout));
     if (!same) throw std::invalid_argument("the plan of a batch does not match its fields");
     attached->batch = std::move(batch);
+    attached->ragged_outputs = RaggedPlan::of(layout, &plan);
     s.learner->set_plan(std::move(plan));
   });
 }

@@ -85,6 +85,8 @@ inline PyObject* stats(PyObject* self, PyObject*) {
     d.put<"sample_wait_share">(s.sample_wait_share);
     d.put<"capacity">(segment.memory().capacity());
     d.put<"nbytes">(segment.memory().layout().bytes);
+    d.put<"ragged_bytes">(s.ragged_bytes);
+    d.put<"ragged_fill">(s.ragged_fill);
     d.put<"draws">(s.draws);
     d.put<"redraws">(s.redraws);
     d.put<"staleness">(ratio(static_cast<double>(s.missed), s.taken_ahead));

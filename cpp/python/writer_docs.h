@@ -13,14 +13,15 @@ Waits while the limiter says that the learner is behind.
 Args:
     priority: A raw TD error, whose absolute value is taken. None: what the sampler's `initial` says.
     **fields: Those of the spec, each of exactly its shape and of a dtype that casts to its own. A nested
-        field is a dict.
+        field is a dict. A ragged one is an array or a list `[length, *shape]`; one of uint8 takes bytes.
 
 Returns:
     The row's key, an int.
 
 Raises:
     ValueError: A field is missing, unknown, of another shape or of a dtype that does not cast; or it has a
-        masked value, or a number that its dtype does not hold. Nothing is written.
+        masked value, or a number that its dtype does not hold. Of ragged fields, a value has not the length
+        that it is `like`, or a row's take more than a quarter of `ragged_bytes`. Nothing is written.
     Stopped: The buffer was stopped, or nobody has been there to draw for some seconds.
     WouldBlockForever: It would wait, and there is no other thread and no other process to draw.
     ReplayTimeout: Every slot has been held by stopped writers for a minute.
@@ -31,7 +32,7 @@ Example:
     ...     writer.append(obs=[0.0, 0.0, 1.0])
     0)doc";
 
-inline constexpr char kExtendDoc[] = R"doc(extend(*, priority=None, **fields)
+inline constexpr char kExtendDoc[] = R"doc(extend(*, priority=None, lengths=None, **fields)
 --
 
 Writes rows, and returns their keys.
@@ -42,7 +43,10 @@ of all environments.
 Args:
     priority: None, one number for all rows, or one for each. As for `append`.
     **fields: Of n rows `[n, *shape]`. Of an episode, observations `[T + 1, *shape]` and the others
-        `[T, *shape]`. Of a block `[T + 1, num_envs, *shape]` and `[T, num_envs, *shape]`.
+        `[T, *shape]`. Of a block `[T + 1, num_envs, *shape]` and `[T, num_envs, *shape]`. Of a ragged field a
+        list of n values, of a block a list of lists; or the tuple `(values, lengths)` of all elements, one
+        value after the other, and the length of each.
+    lengths: Instead of such tuples: a dict of ragged fields and their lengths, as `batch["lengths"]` is.
 
 Returns:
     Keys, int64: `[n]`, `[T + 1]` or `[T + 1, num_envs]`.
@@ -93,7 +97,8 @@ Args:
         number, or one for each.
     final_obs: `infos["final_obs"]` of a vector environment that resets in the same step. It is needed where
         an episode ends.
-    **fields: Those of the spec, each of its shape; with `num_envs` `[num_envs, *shape]`.
+    **fields: Those of the spec, each of its shape; with `num_envs` `[num_envs, *shape]`, and of a ragged
+        field a list of `num_envs` values.
 
 Returns:
     The key of the row written, an int; with `num_envs` int64 `[num_envs]`. With `final_obs` it is that of the

@@ -2,16 +2,17 @@
 #pragma once
 
 #include "client/writer.h"
-#include "python/field_values.h"
+#include "python/ragged_values.h"
 #include "python/segment_object.h"
 
 namespace torchreplay::py {
 
 // What a linked view says about the fields, and how many streams a writer has.
 struct StreamRoles {
-  std::vector<bool> observation;  // of each field
-  size_t terminated = 0, truncated = 0;
-  std::optional<size_t> reward;
+  std::vector<bool> observation;         // of each field
+  std::vector<bool> observed;            // the same of each column
+  size_t terminated = 0, truncated = 0;  // columns
+  std::optional<size_t> reward;          // column
   uint32_t lanes = 1;
   bool vectorised = false;
   Autoreset autoreset = Autoreset::kNextStep;
@@ -31,12 +32,16 @@ struct StreamRoles {
     r.observation.resize(fields);
     for (Py_ssize_t i = 0; i < PyTuple_Size(observation); i++)
       r.observation.at(as_uint(PyTuple_GetItem(observation, i))) = true;
-    if (terminated >= fields || truncated >= fields || specs[terminated].nbytes != 1 || specs[truncated].nbytes != 1 ||
-        reward >= static_cast<long long>(fields) || autoreset > 2)
+    const auto is_fixed = [&](unsigned long long f) { return f < fields && !specs[f].ragged(); };
+    if (!is_fixed(terminated) || !is_fixed(truncated) || specs[terminated].nbytes != 1 ||
+        specs[truncated].nbytes != 1 || (reward >= 0 && !is_fixed(static_cast<unsigned long long>(reward))) ||
+        autoreset > 2)
       throw std::invalid_argument("bad roles of fields");
-    r.terminated = terminated;
-    r.truncated = truncated;
-    if (reward >= 0) r.reward = static_cast<size_t>(reward);
+    r.terminated = specs[terminated].column;
+    r.truncated = specs[truncated].column;
+    if (reward >= 0) r.reward = specs[static_cast<size_t>(reward)].column;
+    for (size_t f = 0; f < fields; f++)
+      if (!specs[f].ragged()) r.observed.push_back(r.observation[f]);
     r.vectorised = lanes > 0;
     r.lanes = std::max(lanes, 1u);
     r.autoreset = static_cast<Autoreset>(autoreset);
@@ -70,15 +75,19 @@ struct WriterObject {
   WriterObject(const std::shared_ptr<AttachedSegment>& a, StreamRoles r)
       : attached(a),
         roles(std::move(r)),
-        observations(
-            pruned(a->fields.tree, [this](int f) { return !roles.observation.empty() && roles.observation[f]; })),
-        matcher(a->fields.tree, "priority", linked() ? "final_obs" : nullptr, linked() ? &observations : nullptr),
-        reset_matcher(observations, "mask"),
+        observations(Fields::pruned(a->fields.tree,
+                                    [this](int f) { return !roles.observation.empty() && roles.observation[f]; })),
+        matcher(a->fields.tree,
+                {"priority", linked() ? "final_obs" : nullptr, a->fields.ragged.empty() ? nullptr : "lengths"},
+                linked() ? &observations : nullptr),
+        reset_matcher(observations, {"mask"}),
         session(a, Lanes(roles.lanes, roles.vectorised, roles.autoreset, a->memory().layout().view,
                          reset_call(observations))),
-        values(a->fields.specs.size()),
+        values(a->fields.fixed.size()),
         last(linked() ? values.size() : 0),
-        given(values.size()) {}
+        ragged(a->fields, a->memory().layout()),
+        ragged_last(a->fields, a->memory().layout()),
+        given(a->fields.specs.size()) {}
 
   // Also of a writer that is closed, and has let go of the segment.
   bool linked() const { return !roles.observation.empty(); }
@@ -89,12 +98,29 @@ struct WriterObject {
   std::vector<Node> observations;  // names of the observation fields
   KeywordMatcher matcher, reset_matcher;
   Writer session;
-  std::vector<FieldValue> values, last;  // `last`: observations that ended episodes
-  std::vector<PyObject*> given;
+  std::vector<FieldValue> values, last;  // of each column; `last`: observations that ended episodes
+  RaggedValues ragged, ragged_last;
+  std::vector<PyObject*> given;  // for each field
   std::vector<Ref> last_held;
   Priorities priorities;
   int64_t first_key = 0;  // what callers get is this much more than the buffer's own keys
   bool warned_of_reward = false;
+
+  const Fields& fields() const { return attached->fields; }
+
+  // Of ragged fields, `ragged`; of others, `values` or `last`.
+  void open(size_t field, Leading& leading, std::vector<FieldValue>& fixed, RaggedValues& of_any_length) {
+    const FieldSpec& spec = fields().specs[field];
+    if (spec.ragged())
+      of_any_length.open(field, given[field], leading);
+    else
+      fixed[spec.column].open(given[field], spec, leading);
+  }
+  void open_all(Leading& leading) {
+    const Fields& all = fields();
+    for (size_t f = 0; f < all.specs.size(); f++) open(f, leading, values, ragged);
+    if (!all.ragged.empty()) ragged.check_alike(all.ragged);
+  }
 
   void close() {
     session.close();
@@ -105,6 +131,8 @@ struct WriterObject {
   void release_values() {
     for (FieldValue& v : values) v.release();
     for (FieldValue& v : last) v.release();
+    if (!ragged.empty()) ragged.release();
+    if (!ragged_last.empty()) ragged_last.release();
     last_held.clear();
     priorities.release();
     session.trim(kKeptRows);
@@ -170,17 +198,27 @@ struct SingleRows {
 
 inline void write_rows(PyObject* self, WriterObject& s, uint64_t n, int64_t* keys) {
   SegmentMemory& m = s.attached->memory();
-  const auto& columns = m.layout().fields;
-  auto fill = [&](uint64_t row, uint64_t slot) {
-    for (size_t f = 0; f < columns.size(); f++) {
-      s.values[f].write(m, columns[f], slot, static_cast<int64_t>(row));
+  const Layout& layout = m.layout();
+  const Fields& fields = s.fields();
+  const auto& columns = layout.fields;
+  const auto fill_row = [&](uint64_t row, uint64_t slot) {
+    for (size_t c = 0; c < s.values.size(); c++) {
+      s.values[c].write(m, columns[c], slot, static_cast<int64_t>(row));
       TORCHREPLAY_FAULT("append.field");
     }
   };
+  RaggedFill fill(fill_row, fields, layout,
+                  [&](size_t field, uint64_t row) { return std::pair(&s.ragged.of(fields.specs[field].column), row); });
   SingleRows rows{s.priorities};
   PythonWait wait(self);
-  s.session.write(n, rows, keys, fill, wait);
+  s.session.write(n, rows, keys, fill, wait, fill.checked_bytes(n));
   for (uint64_t i = 0; i < n; i++) keys[i] += s.first_key;
+}
+
+inline void refuse_lengths(const char* method, PyObject* lengths) {
+  if (lengths)
+    throw std::invalid_argument(std::string(method) + "() takes no lengths: each ragged field gets one value; " +
+                                "extend() takes the values of several rows one after the other");
 }
 
 inline PyObject* append(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* names) {
@@ -190,11 +228,12 @@ inline PyObject* append(PyObject* self, PyObject* const* args, Py_ssize_t nargs,
     if (s.linked())
       throw std::invalid_argument(
           "append() writes a row by itself, but the buffer's view links rows: use reset() and step()");
-    PyObject* priority[2] = {};
-    s.matcher.match(args, names, s.given.data(), priority);
+    PyObject* options[KeywordMatcher::kOptions] = {};
+    s.matcher.match(args, names, s.given.data(), options);
+    refuse_lengths("append", options[2]);
     Leading leading{.several = "append() writes one row; extend() takes rows, here "};
-    for (size_t f = 0; f < s.values.size(); f++) s.values[f].open(s.given[f], s.attached->fields.specs[f], leading);
-    s.priorities.open(priority[0], leading);
+    s.open_all(leading);
+    s.priorities.open(options[0], leading);
     int64_t key;
     write_rows(self, s, 1, &key);
     return key;
@@ -202,12 +241,13 @@ inline PyObject* append(PyObject* self, PyObject* const* args, Py_ssize_t nargs,
 }
 
 inline PyObject* extend_rows(PyObject* self, WriterObject& s, PyObject* const* args, PyObject* names) {
-  PyObject* priority[2] = {};
-  s.matcher.match(args, names, s.given.data(), priority);
+  PyObject* options[KeywordMatcher::kOptions] = {};
+  s.matcher.match(args, names, s.given.data(), options);
+  s.ragged.read_lengths(options[2]);
   Leading leading{.times = true};
-  for (size_t f = 0; f < s.values.size(); f++) s.values[f].open(s.given[f], s.attached->fields.specs[f], leading);
+  s.open_all(leading);
   const int64_t rows = leading.time_count;
-  s.priorities.open(priority[0], leading);
+  s.priorities.open(options[0], leading);
   KeyTensor keys(rows);
   if (rows > 0) write_rows(self, s, static_cast<uint64_t>(rows), keys.keys);
   return keys.release(1, &rows);

@@ -34,19 +34,26 @@ struct ConfigHead {
   uint64_t capacity;
   View view;
   uint64_t fields;
+  uint64_t ragged, ragged_bytes;
   uint64_t text_bytes;
 };
 struct ConfigField {
   uint64_t element;
   uint64_t nbytes;
 };
+struct ConfigRagged {
+  uint64_t element;
+  uint64_t nbytes;
+  uint64_t group;
+};
 inline constexpr uint64_t kMaxFields = 4096;
 inline constexpr uint64_t kMaxConfigBytes = 64 << 20;
 
 }  // namespace detail
 
-inline uint64_t config_bytes(size_t fields, size_t text) {
-  return sizeof(detail::ConfigHead) + fields * sizeof(detail::ConfigField) + text;
+inline uint64_t config_bytes(size_t fields, size_t text, size_t ragged = 0) {
+  return sizeof(detail::ConfigHead) + fields * sizeof(detail::ConfigField) + ragged * sizeof(detail::ConfigRagged) +
+         text;
 }
 
 // Of what stays as it was formatted, and decides how everything else is read.
@@ -87,14 +94,16 @@ inline std::unique_ptr<SegmentMemory> format_segment(Descriptor fd, const Segmen
   auto memory = std::make_unique<SegmentMemory>(std::move(fd), config.layout, config.text);
   const Layout& layout = memory->layout();
   char* at = memory->config();
-  const detail::ConfigHead head{layout.capacity, layout.view, layout.fields.size(), config.text.size()};
-  std::memcpy(at, &head, sizeof head);
-  at += sizeof head;
-  for (const Field& f : layout.fields) {
-    const detail::ConfigField field{static_cast<uint64_t>(f.element), f.nbytes};
-    std::memcpy(at, &field, sizeof field);
-    at += sizeof field;
-  }
+  const auto write = [&at](const auto& part) {
+    std::memcpy(at, &part, sizeof part);
+    at += sizeof part;
+  };
+  write(detail::ConfigHead{layout.capacity, layout.view, layout.fixed_fields(), layout.ragged.size(),
+                           layout.pages.count * layout.pages.bytes, config.text.size()});
+  for (size_t i = 0; i < layout.fixed_fields(); i++)
+    write(detail::ConfigField{static_cast<uint64_t>(layout.fields[i].element), layout.fields[i].nbytes});
+  for (const RaggedField& f : layout.ragged)
+    write(detail::ConfigRagged{static_cast<uint64_t>(f.element), f.nbytes, f.group});
   std::memcpy(at, config.text.data(), config.text.size());
   Header& h = memory->header();
   h.version = kFormatVersion;
@@ -109,6 +118,7 @@ inline std::unique_ptr<SegmentMemory> format_segment(Descriptor fd, const Segmen
   h.made = machine_ns();
   h.max_raw = 1.0f;
   h.wake_at.store(kNever, std::memory_order_relaxed);
+  h.page_limit.store(kMaxKeys, std::memory_order_relaxed);
   h.gate.init();
   h.streams.store(1, std::memory_order_relaxed);  // stream 0 is the owner's
   h.mutex.init();
@@ -167,8 +177,9 @@ inline Description read_description(const Descriptor& fd) {
   detail::ConfigHead head;
   if (config.size() < sizeof head) throw NotASegment("the segment's configuration is damaged");
   std::memcpy(&head, config.data(), sizeof head);
-  if (head.fields > detail::kMaxFields || head.text_bytes > config.size() ||
-      config_bytes(head.fields, head.text_bytes) != config.size() || head.view.stride < 1 || head.view.min_steps < 1)
+  if (head.fields > detail::kMaxFields || head.ragged > detail::kMaxFields || head.text_bytes > config.size() ||
+      config_bytes(head.fields, head.text_bytes, head.ragged) != config.size() || head.view.stride < 1 ||
+      head.view.min_steps < 1)
     throw NotASegment("the segment's configuration is damaged");
   std::vector<Field> fields(head.fields);
   for (size_t i = 0; i < fields.size(); i++) {
@@ -178,9 +189,18 @@ inline Description read_description(const Descriptor& fd) {
     fields[i].element = static_cast<Element>(field.element);
     fields[i].nbytes = field.nbytes;
   }
+  std::vector<RaggedField> ragged(head.ragged);
+  for (size_t i = 0; i < ragged.size(); i++) {
+    detail::ConfigRagged field;
+    std::memcpy(&field, config.data() + config_bytes(head.fields, 0, i), sizeof field);
+    if (field.element >= kElements) throw NotASegment("the segment has a field of an unknown element type");
+    if (field.group >= ragged.size()) throw NotASegment("the segment's configuration is damaged");
+    ragged[i] = {static_cast<Element>(field.element), field.nbytes, static_cast<uint32_t>(field.group)};
+  }
   Layout layout;
   try {
-    layout = make_layout(head.capacity, std::move(fields), head.view, h.config_bytes);
+    layout =
+        make_layout(head.capacity, std::move(fields), head.view, h.config_bytes, std::move(ragged), head.ragged_bytes);
   } catch (const std::invalid_argument&) {
     throw NotASegment("the segment's configuration is damaged");
   }

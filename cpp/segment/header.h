@@ -184,6 +184,15 @@ struct Header {
   // Twice the times that rows were rewritten under the mutex, less one while they are.
   alignas(kLine) std::atomic<uint64_t> rewrites;
 
+  // Of a segment with ragged fields. Of its writers: the next page ticket, and the one up to which they may go.
+  alignas(kLine) std::atomic<uint64_t> page_head;
+  std::atomic<uint64_t> page_limit;
+
+  // Guarded by the mutex.
+  alignas(kLine) uint64_t followed;  // no row is absorbed whose first page was issued again below
+  uint64_t page_needed_from;         // of a queue: no item needs a page below
+  uint64_t evicted_by_pages;         // rows that went because their pages were taken again
+
   const LimiterConfig& limiter() const { return limiters[limiter_index & 1]; }
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
@@ -201,6 +210,7 @@ struct FileState {
   std::atomic<Phase> phase;
   uint64_t boot;                       // of the machine, when it was opened last
   uint64_t seal;                       // kSealed: hash of the header
+  uint64_t lengths;                    // at rest: hash of where the values of any length lie, and how long they are
   std::atomic<uint64_t> dropped_rows;  // rows that were being written when everybody had died
   uint64_t place;                      // of the file that was opened last: a copy lies elsewhere; 0: not known
 };
@@ -223,6 +233,14 @@ struct Participant {
   std::atomic<uint64_t> since;     // tickets below were never this holder's
 };
 static_assert(sizeof(Participant) <= kParticipantBytes);
+
+// The run of pages that a participant writes, or is about to take. In a table of its own: only writers of ragged fields
+// have such.
+struct RunInFlight {
+  std::atomic<uint64_t> first1;  // ticket of its first page + 1; 0: there is none
+  std::atomic<uint64_t> pages;
+};
+static_assert(sizeof(RunInFlight) <= kRunInFlightBytes);
 
 // A learner got a batch of `n` items. Where two threads of its process draw at once, one of the two may not count.
 inline void note_draw(Participant& learner, int n) {

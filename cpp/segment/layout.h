@@ -2,6 +2,8 @@
 // same.
 #pragma once
 
+#include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -15,7 +17,7 @@
 namespace torchreplay {
 
 inline constexpr uint64_t kLine = 64;
-inline constexpr uint64_t kFormatVersion = 14;
+inline constexpr uint64_t kFormatVersion = 15;
 inline constexpr int kMaxParticipants = 4096;  // writers, learners and supervisors at one time; ids fit 15 bits
 inline constexpr uint64_t kMaxCapacity = uint64_t{1} << 31;
 
@@ -47,15 +49,42 @@ struct Field {
   bool own_array = false;
 };
 
+// A field whose values have any length. Its values lie in pages.
+struct RaggedField {
+  Element element;
+  uint64_t nbytes;  // of one element of a value: one row of its first dimension
+  uint32_t group;   // fields of one group have values of the same length in each row
+};
+
+// The ring of pages: values of any length lie in runs of consecutive pages. All 0 where no field is ragged.
+struct Pages {
+  uint64_t count = 0, bytes = 0;  // pages, and bytes of each: a power of two
+  // Offsets of the regions: a word for each page; the pages; of each slot's absorbed row, its first page; of each page,
+  // the slot of the row that begins there; the run that each participant is at.
+  uint64_t words = 0, values = 0, runs = 0, owners = 0, in_flight = 0;
+  // Hidden fields are the last ones of the layout: the run, then a length for each group.
+  uint32_t run_field = 0, groups = 0;
+
+  bool are_there() const { return count > 0; }
+  uint64_t first_length() const { return run_field + uint64_t{1}; }
+  // Most pages of one row.
+  uint64_t most() const { return count / 4; }
+};
+
 struct Layout {
   uint64_t capacity = 0;
   View view;
-  std::vector<Field> fields;
+  std::vector<Field> fields;  // and the hidden ones behind them
+  std::vector<RaggedField> ragged;
+  Pages pages;
   uint64_t record_stride = 0;
   // Offsets of the regions from the start of the segment.
   uint64_t participants = 0, config = 0, records = 0, at = 0, links = 0, drawn = 0, pending = 0, pending_summary = 0,
            tree = 0, rewrite = 0, holders = 0, claims = 0, arrivals = 0, kept = 0;
   uint64_t config_bytes = 0, bytes = 0;
+
+  // Those whose values have one size, without the hidden ones.
+  size_t fixed_fields() const { return pages.are_there() ? pages.run_field : fields.size(); }
 
   // Of everything that two processes must agree on.
   uint64_t hash() const {
@@ -83,9 +112,40 @@ struct Layout {
                        kept})
       h.mix(v);
     for (const Field& f : fields) h.mix(static_cast<uint64_t>(f.element)).mix(f.nbytes).mix(f.offset).mix(f.stride);
+    if (!pages.are_there()) return h.value();
+    for (uint64_t v : {pages.count, pages.bytes, pages.words, pages.values, pages.runs, pages.owners, pages.in_flight})
+      h.mix(v);
+    for (const RaggedField& f : ragged) h.mix(static_cast<uint64_t>(f.element)).mix(f.nbytes).mix(f.group);
     return h.value();
   }
 };
+
+inline constexpr uint64_t kMinPage = 64, kMaxPage = 4096, kMinPages = 16;
+inline constexpr uint64_t kMaxLength = (uint64_t{1} << 31) - 1;  // of a value
+inline constexpr uint64_t kMaxRaggedBytes = uint64_t{1} << 46;   // of all pages
+inline constexpr uint64_t kMaxElementBytes = uint64_t{1} << 46;  // of an element of a value
+inline constexpr uint64_t kRunInFlightBytes = 16;
+
+// Half a page of each row is waste, and so is a word for each page: pages of a sixteenth of the mean row.
+constexpr uint64_t page_bytes(uint64_t ragged_bytes, uint64_t capacity) {
+  return std::clamp(std::bit_floor(ragged_bytes / capacity / 16), kMinPage, kMaxPage);
+}
+
+// Where the values of a row begin in its run, one after the other, each at a multiple of 8. `lengths`: of each group.
+// Returns the bytes of all; kNoSize where 64 bits do not hold them. `offsets` may be null.
+inline constexpr uint64_t kNoSize = ~uint64_t{0};
+inline uint64_t place_values(const std::vector<RaggedField>& fields, const uint32_t* lengths, uint64_t* offsets) {
+  uint64_t end = 0;
+  bool fits = true;
+  for (size_t f = 0; f < fields.size(); f++) {
+    uint64_t bytes;
+    fits &= !__builtin_mul_overflow(lengths[fields[f].group], fields[f].nbytes, &bytes);
+    fits &= !__builtin_add_overflow(bytes, uint64_t{7}, &bytes);
+    if (offsets) offsets[f] = end;
+    fits &= !__builtin_add_overflow(end, bytes / 8 * 8, &end);
+  }
+  return fits ? end : kNoSize;
+}
 
 inline constexpr uint64_t kLinkedHeaderBytes = 24, kSingleHeaderBytes = 12;  // of a row
 inline constexpr uint64_t kSegmentHeaderBytes = kPage;
@@ -115,8 +175,29 @@ inline uint64_t rewrite_record_bytes(const std::vector<Field>& fields) {
   return bytes;
 }
 
-// Lays out a segment. Throws std::invalid_argument for a capacity out of range or a size that overflows.
-inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, const View& view, uint64_t config_bytes) {
+// Decides on the pages, and adds the hidden fields. Throws std::invalid_argument.
+inline void add_pages(Layout& l, std::vector<RaggedField> ragged, uint64_t ragged_bytes) {
+  l.pages.bytes = page_bytes(ragged_bytes, l.capacity);
+  l.pages.count = ragged_bytes / l.pages.bytes;
+  if (l.pages.count < kMinPages || ragged_bytes > kMaxRaggedBytes)
+    throw std::invalid_argument("ragged_bytes " + std::to_string(ragged_bytes) + " is out of range: expected " +
+                                std::to_string(kMinPages * kMinPage) + " to " + std::to_string(kMaxRaggedBytes));
+  for (const RaggedField& f : ragged) {
+    if (f.group > l.pages.groups || f.nbytes > kMaxElementBytes)
+      throw std::invalid_argument("a ragged field has a length that no field before has, or needs more than 64 TiB");
+    l.pages.groups = std::max(l.pages.groups, f.group + 1);
+  }
+  l.ragged = std::move(ragged);
+  l.pages.run_field = static_cast<uint32_t>(l.fields.size());
+  l.fields.push_back({Element::kU64, sizeof(uint64_t)});
+  l.fields.insert(l.fields.end(), l.pages.groups, {Element::kU32, sizeof(uint32_t)});
+}
+
+// Lays out a segment. `ragged`: fields whose values have any length, of which pages of so many bytes hold the values;
+// fields of one group follow the first one of theirs. Throws std::invalid_argument for a capacity out of range or a
+// size that overflows.
+inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, const View& view, uint64_t config_bytes,
+                          std::vector<RaggedField> ragged = {}, uint64_t ragged_bytes = 0) {
   if (capacity < 1 || capacity > kMaxCapacity)
     throw std::invalid_argument("capacity " + std::to_string(capacity) + " is out of range: expected 1 to " +
                                 std::to_string(kMaxCapacity));
@@ -124,6 +205,7 @@ inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, const Vi
   l.capacity = capacity;
   l.view = view;
   l.fields = std::move(fields);
+  if (!ragged.empty()) add_pages(l, std::move(ragged), ragged_bytes);
   uint64_t end = view.linked() ? kLinkedHeaderBytes : kSingleHeaderBytes;
   // Widest elements first: every value is then aligned to its own size without padding between fields.
   for (int size : {8, 4, 2, 1}) {
@@ -170,6 +252,14 @@ inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, const Vi
   l.claims = region(claimed * sizeof(uint64_t), kLine);
   l.arrivals = region(claimed * sizeof(uint32_t), kLine);
   l.kept = region(claimed * sizeof(uint64_t), kLine);
+  if (l.pages.are_there()) {
+    const uint64_t bytes = l.pages.count * l.pages.bytes;
+    l.pages.words = region(l.pages.count * sizeof(uint64_t));
+    l.pages.runs = region(capacity * sizeof(uint64_t), kLine);
+    l.pages.owners = region(l.pages.count * sizeof(uint32_t), kLine);
+    l.pages.in_flight = region(kMaxParticipants * kRunInFlightBytes, kLine);
+    l.pages.values = region(bytes, bytes >= kHugePage ? kHugePage : kPage);
+  }
   l.bytes = round_up(at, kPage);
   return l;
 }

@@ -76,6 +76,7 @@ class SegmentMemory {
   SegmentMemory(Descriptor fd, Layout layout, std::string text = {})
       : layout_(std::move(layout)),
         by_capacity_(layout_.capacity),
+        by_pages_(std::max<uint64_t>(1, layout_.pages.count)),
         fd_(std::move(fd)),
         liveness_(fd_),
         base_(map_shared(fd_, layout_.bytes)),
@@ -166,6 +167,27 @@ class SegmentMemory {
   uint64_t* claims() const { return reinterpret_cast<uint64_t*>(base_ + layout_.claims); }
   uint64_t* kept() const { return reinterpret_cast<uint64_t*>(base_ + layout_.kept); }
   uint32_t* arrivals() const { return reinterpret_cast<uint32_t*>(base_ + layout_.arrivals); }
+  // Of segments with ragged fields. A page's word has the form of a row's, with the ticket of the page.
+  bool has_pages() const { return layout_.pages.are_there(); }
+  uint64_t page_of(uint64_t ticket) const { return by_pages_.rest(ticket); }
+  std::atomic<uint64_t>& page_word(uint64_t page) const {
+    return reinterpret_cast<std::atomic<uint64_t>*>(base_ + layout_.pages.words)[page];
+  }
+  char* page(uint64_t page) const { return base_ + layout_.pages.values + page * layout_.pages.bytes; }
+  RunInFlight& run_in_flight(int id) const {
+    return reinterpret_cast<RunInFlight*>(base_ + layout_.pages.in_flight)[id];
+  }
+  // In the record of the row in a slot: the ticket of its first page + 1, and the length of its values in a group.
+  uint64_t* run1_of_row(uint64_t slot) const {
+    return reinterpret_cast<uint64_t*>(value(layout_.fields[layout_.pages.run_field], slot));
+  }
+  uint32_t* length_of_row(uint64_t slot, size_t group) const {
+    return reinterpret_cast<uint32_t*>(value(layout_.fields[layout_.pages.first_length() + group], slot));
+  }
+  // Absorber's state: the first page + 1 of the row absorbed in a slot, 0 for none; and the slot + 1 of the row that
+  // begins at a page, 0 for none. What it says of rows that are there no more means nothing. Guarded by the mutex.
+  uint64_t& run1(uint64_t slot) const { return reinterpret_cast<uint64_t*>(base_ + layout_.pages.runs)[slot]; }
+  uint32_t& owner1(uint64_t page) const { return reinterpret_cast<uint32_t*>(base_ + layout_.pages.owners)[page]; }
   // Guarded by the mutex.
   char* rewrite_record() const { return base_ + layout_.rewrite; }
   PriorityTree tree() const {
@@ -189,7 +211,7 @@ class SegmentMemory {
   static constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
 
   static uint64_t row_bytes(const Layout& layout) {
-    uint64_t bytes = layout.record_stride;
+    uint64_t bytes = layout.record_stride + layout.pages.count * layout.pages.bytes / layout.capacity;
     for (const Field& f : layout.fields) bytes += f.own_array ? f.nbytes : 0;
     return bytes;
   }
@@ -205,7 +227,7 @@ class SegmentMemory {
   }
 
   Layout layout_;
-  Divisor by_capacity_;
+  Divisor by_capacity_, by_pages_;
   Descriptor fd_;
   Liveness liveness_;
   char* base_;

@@ -22,7 +22,8 @@ class Recovery {
         streams_(m),
         claims_(m),
         counts_(m),
-        places_(m) {}
+        places_(m),
+        pages_(m) {}
 
   // `grid`: of the leaves that are there, if another buffer had the same.
   void run(const PriorityTree::GridState* grid = nullptr) {
@@ -211,10 +212,15 @@ class Recovery {
   // Which row every slot holds. A leaf survives only with the row that it belongs to.
   void read_slots(uint64_t head) {
     header_.rows = 0;
+    if (memory_.has_pages()) pages_.restart();
     each_slot([&](uint64_t slot) {
-      const uint64_t word = memory_.row(slot).word.load(std::memory_order_acquire);
+      uint64_t word = memory_.row(slot).word.load(std::memory_order_acquire);
       RowFacts facts;
-      const bool is_row = slot_word::is_row(word) && read_facts(memory_, slot, word, facts);
+      bool is_row = slot_word::is_row(word) && read_facts(memory_, slot, word, facts);
+      if (is_row && memory_.has_pages() && !take_run(slot, word)) {
+        word = memory_.row(slot).word.load(std::memory_order_acquire);
+        is_row = false;
+      }
       const uint64_t key1 = is_row ? slot_word::key1(word) : 0;
       uint64_t& at = memory_.at(slot);
       if (at != key1) {
@@ -230,6 +236,14 @@ class Recovery {
       pending_.assign(slot, slot_word::is_busy(word) || (slot_word::is_row(word) && !is_row) ||
                                 (slot_word::key1(word) < newest1 && !kept));
     });
+  }
+
+  // False when the row's pages are gone, and the row with them, or nobody knows yet.
+  bool take_run(uint64_t slot, uint64_t word) {
+    Run run;
+    if (pages_.look(slot, word, run) != PageFollower::Fate::kHeld) return false;
+    pages_.adopt(slot, run);
+    return true;
   }
 
   // Takes back rows whose predecessor was committed after its slot was read, since writers go on. They wait for it, as
@@ -320,6 +334,7 @@ class Recovery {
   Claims claims_;
   DrawCounts counts_;
   Places places_;
+  PageFollower pages_;
 };
 
 }  // namespace torchreplay

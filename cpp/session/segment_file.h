@@ -22,6 +22,17 @@ inline void require_intact(bool good, const std::string& what) {
   if (!good) throw NotASegment("the file is damaged: " + what);
 }
 
+// Of the runs and lengths of all rows. O(capacity).
+inline uint64_t hash_of_lengths(const SegmentMemory& m) {
+  Hash hash;
+  for (uint64_t slot = 0; m.has_pages() && slot < m.capacity(); slot++) {
+    if (!m.at(slot)) continue;
+    hash.mix(*m.run1_of_row(slot));
+    for (uint32_t g = 0; g < m.layout().pages.groups; g++) hash.mix(*m.length_of_row(slot, g));
+  }
+  return hash.value();
+}
+
 // Looks for what no death of a process can leave. Reads only. O(capacity).
 class Examination {
  public:
@@ -52,6 +63,7 @@ class Examination {
       check_leaf(slot);
       require_intact(is_sound(memory_, slot), "header of row " + std::to_string(slot));
     }
+    if (memory_.has_pages()) run_pages();
   }
 
   // A sealed segment is settled: repairing it would change nothing.
@@ -68,9 +80,44 @@ class Examination {
     }
     require_intact(rows == header_.rows, "number of rows");
     require_intact(count == tree_.count() && total == tree_.total(), "sums of priorities");
+    if (memory_.has_pages()) run_sealed_pages();
   }
 
  private:
+  // No length and no run leads past an end.
+  void run_pages() {
+    const uint64_t page_head = header_.page_head.load(std::memory_order_relaxed);
+    require_intact(page_head <= kMaxHead && header_.followed <= page_head && header_.page_needed_from <= page_head,
+                   "tickets of pages");
+    for (uint64_t page = 0; page < memory_.layout().pages.count; page++) {
+      const uint64_t word = memory_.page_word(page).load(std::memory_order_relaxed), key1 = slot_word::key1(word);
+      const bool known = slot_word::writer(word) < kMaxParticipants || slot_word::writer(word) == slot_word::kLoaded;
+      require_intact(word == 0 || (known && key1 > 0 && key1 <= page_head && memory_.page_of(key1 - 1) == page),
+                     "word of page " + std::to_string(page));
+    }
+    for (uint64_t slot = 0; slot < memory_.capacity(); slot++) {
+      Run run;
+      require_intact(!slot_word::is_row(word_of(slot)) || read_run(memory_, slot, run, lengths_.data()),
+                     "lengths of the values of row " + std::to_string(slot));
+    }
+  }
+
+  void run_sealed_pages() {
+    uint64_t owned = 0;
+    for (uint64_t slot = 0; slot < memory_.capacity(); slot++) {
+      Run run;
+      if (!memory_.at(slot)) continue;
+      read_run(memory_, slot, run, lengths_.data());
+      const bool led_to = run.pages == 0 || memory_.owner1(memory_.page_of(run.first)) == slot + 1;
+      require_intact(is_intact(memory_, run) && led_to && memory_.run1(slot) == (run.pages ? run.first + 1 : 0),
+                     "pages of row " + std::to_string(slot));
+      owned += run.pages > 0;
+    }
+    for (uint64_t page = 0; page < memory_.layout().pages.count; page++) owned -= memory_.owner1(page) != 0;
+    require_intact(owned == 0, "rows of pages");
+    require_intact(memory_.file().lengths == hash_of_lengths(memory_), "lengths of the values");
+  }
+
   uint64_t word_of(uint64_t slot) const { return memory_.row(slot).word.load(std::memory_order_relaxed); }
 
   void check_word(uint64_t slot) const {
@@ -93,7 +140,20 @@ class Examination {
   Header& header_;
   PriorityTree tree_;
   uint64_t head_;
+  std::vector<uint32_t> lengths_ = std::vector<uint32_t>(memory_.layout().pages.groups);
 };
+
+// The caller holds LOCK_EX and the mutex. Gives up pages that were being written, and rows that have not all of theirs.
+// Those are none that a death of a process leaves. O(pages).
+inline void settle_pages(SegmentMemory& m) {
+  for (uint64_t page = 0; page < m.layout().pages.count; page++) {
+    std::atomic<uint64_t>& word = m.page_word(page);
+    const uint64_t was = word.load(std::memory_order_relaxed);
+    if (slot_word::is_busy(was)) word.store(slot_word::voided(slot_word::key1(was) - 1), std::memory_order_relaxed);
+  }
+  PageFollower follower(m);
+  for (uint64_t slot = 0; slot < m.capacity(); slot++) follower.drop_spoilt(slot);
+}
 
 // The caller holds LOCK_EX and the mutex. Gives up the rows that were being written, and returns how many; derives
 // everything else anew. O(capacity).
@@ -110,6 +170,7 @@ inline uint64_t settle(SegmentMemory& m) {
     word.store(slot_word::voided(slot_word::key1(was) - 1), std::memory_order_relaxed);
     dropped++;
   }
+  if (m.has_pages()) settle_pages(m);
   if (Claims::are_kept(h)) {
     for (uint64_t slot = 0; slot < m.capacity(); slot++) Places(m).begin_at_newest(slot, h.head.load());
     Claims(m).release_all();
@@ -127,6 +188,7 @@ inline uint64_t settle(SegmentMemory& m) {
 inline void forget_processes(SegmentMemory& m) {
   Header& h = m.header();
   std::memset(static_cast<void*>(&m.participant(0)), 0, kMaxParticipants * kParticipantBytes);
+  if (m.has_pages()) std::memset(static_cast<void*>(&m.run_in_flight(0)), 0, kMaxParticipants * kRunInFlightBytes);
   h.mutex.init();
   h.dirty = Dirty::kClean;  // nobody is to repair what is derived anew
   h.wake_at = kNever;
@@ -155,6 +217,7 @@ inline void seal_segment(SegmentMemory& m) {
     lock.absorb();
     file.dropped_rows += settle(m);
   }
+  file.lengths = hash_of_lengths(m);
   sync_file(m);
   file.seal = seal_of(m);
   file.phase = Phase::kSealed;

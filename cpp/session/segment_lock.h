@@ -105,7 +105,7 @@ class SegmentLock {
   // Absorbs every row written before the call, letting others in between chunks. Returns the head absorbed to, which
   // may be a later one. With the `pace` of a learner writers wait meanwhile. Those that lost patience while it was
   // preempted do so again.
-  uint64_t absorb(const LearnerPace* pace = nullptr) {
+  uint64_t absorb(LearnerPace* pace = nullptr) {
     if (header_.importer) return header_.absorbed;  // what others write waits until the import has ended
     const auto hold = [&] {
       if (pace) pace->hold(header_.gate, header_.absorbed);
@@ -117,6 +117,8 @@ class SegmentLock {
       let_others_in();
       hold();
     }
+    // Where pages are taken again, the rows there are those of a turn.
+    if (pace && memory_.has_pages() && header_.followed > memory_.layout().pages.count) pace->note_rows(header_.rows);
     return header_.absorbed;
   }
 

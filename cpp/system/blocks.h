@@ -5,7 +5,9 @@
 #include <pthread.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -146,6 +148,11 @@ struct Block {
     auto* b = static_cast<Block*>(BlockPool::instance().take(bytes));
     new (b) Block{owners, bytes};
     return b;
+  }
+  // The same for sizes that are never twice the same: up to an eighth more, so that the pool has some that fit.
+  static Block* make_alike(size_t payload, int owners) {
+    const size_t bytes = payload + kHeader, step = std::max<size_t>(64, std::bit_floor(bytes) / 8);
+    return make((bytes + step - 1) / step * step - kHeader, owners);
   }
   char* data() { return reinterpret_cast<char*>(this) + kHeader; }
   void release() {

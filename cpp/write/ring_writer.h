@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <type_traits>
+#include <vector>
 
 #include "segment/segment_memory.h"
 #include "system/fault.h"
 #include "system/futex.h"
+#include "write/page_ring.h"
 
 namespace torchreplay {
 
@@ -22,6 +24,7 @@ enum class Append {
   kLost,     // others take this process for dead: another process has its id
 };
 
+// One call's writes. Where the segment has ragged fields, a row whose writer had to wait keeps its pages meanwhile.
 class RingWriter {
  public:
   // `gated`: the writer gives way to learners that fall behind.
@@ -37,7 +40,9 @@ class RingWriter {
   void pass_gate() { gated_ = false; }
 
   // Writes up to `n` rows, `fill(row, slot)` copying the payload of row 0, 1, ... (it must not throw), and stores their
-  // keys. Adds the number written to `written`. O(n) and the copies; no lock, no system call.
+  // keys. Adds the number written to `written`. O(n) and the copies; no lock, no system call. Of ragged fields
+  // `fill.lengths(row)` gives the lengths of each group, and `fill.run(row, to)` copies the values to where
+  // place_values() says, counted from `to`; without the two all are of length 0.
   template <class Fill>
   Append append(uint64_t n, const RowMeta* meta, int64_t* keys, uint64_t& written, Fill&& fill) {
     return append(n, GivenRows{meta}, keys, written, fill);
@@ -48,39 +53,45 @@ class RingWriter {
   template <class Rows, class Fill>
     requires(!std::is_pointer_v<std::remove_reference_t<Rows>>)
   Append append(uint64_t n, Rows&& rows, int64_t* keys, uint64_t& written, Fill&& fill) {
+    const uint64_t before = written;
+    const Append outcome =
+        memory_.has_pages() ? append_ragged(n, rows, keys, written, fill) : append_fixed(n, rows, keys, written, fill);
+    count(written - before);
+    if (written > before) wake_learners(static_cast<uint64_t>(keys[written - 1]));
+    return outcome;
+  }
+
+ private:
+  struct GivenRows {
+    const RowMeta* given;
+    const RowMeta& meta(uint64_t row) const { return given[row]; }
+    void commit(uint64_t, uint64_t) const {}
+  };
+
+  template <class Rows, class Fill>
+  Append append_fixed(uint64_t n, Rows& rows, int64_t* keys, uint64_t& written, Fill& fill) {
     Header& h = memory_.header();
     const uint64_t capacity = memory_.capacity();
     const uint64_t chunk_limit = std::max<uint64_t>(1, std::min(kMaxChunk, capacity / 4));
     const uint64_t patience = std::max<uint64_t>(kMaxChunk, capacity);
     uint64_t holes = 0;
-    const uint64_t before = written;
-    const auto end = [&](Append outcome) {
-      count(written - before);
-      if (written > before) wake_learners(static_cast<uint64_t>(keys[written - 1]));
-      return outcome;
-    };
     while (written < n) {
       const uint64_t head = h.head.load(std::memory_order_relaxed);
-      if (gated_ && h.gate.is_shut(head)) return end(Append::kGated);
+      if (gated_ && h.gate.is_shut(head)) return Append::kGated;
       if (head >= h.ticket_limit.load(std::memory_order_relaxed))
-        return end(head < kMaxKeys ? Append::kLimited : Append::kSpent);
+        return head < kMaxKeys ? Append::kLimited : Append::kSpent;
       uint64_t chunk = std::min(n - written, chunk_limit), first = head;
       // Before the look at wake_at: a learner that waits says there what wakes it, and then looks at the head.
       if (!queued_)
         first = h.head.fetch_add(chunk, std::memory_order_seq_cst);
       else if (!take_within_limit(h, first, chunk))
         continue;
-      TORCHREPLAY_FAULT("append.ticket");
-      // Between ticket and CAS, so that "busy with my id" implies "inside my range": reclaiming needs no sweep.
-      entry_.first.store(first, std::memory_order_relaxed);
-      TORCHREPLAY_FAULT("append.first");
-      entry_.count.store(static_cast<uint32_t>(chunk), std::memory_order_relaxed);
-      TORCHREPLAY_FAULT("append.in_flight");
+      announce(first, chunk);
       for (uint64_t key = first; key < first + chunk; key++) {
         const uint64_t slot = memory_.slot_of(key);
         if constexpr (requires { rows.announce(written, key); }) rows.announce(written, key);
         const Fate fate = write(key, slot, rows.meta(written), [&] { fill(written, slot); });
-        if (fate == Fate::kLost) return end(Append::kLost);
+        if (fate == Fate::kLost) return Append::kLost;
         if (fate == Fate::kHole) {
           TORCHREPLAY_FAULT("append.hole");
           holes++;
@@ -92,17 +103,98 @@ class RingWriter {
         TORCHREPLAY_FAULT("append.committed");
         holes = 0;
       }
-      if (holes >= patience) return end(Append::kStalled);
+      if (holes >= patience) return Append::kStalled;
     }
-    return end(Append::kDone);
+    return Append::kDone;
   }
 
- private:
-  struct GivenRows {
-    const RowMeta* given;
-    const RowMeta& meta(uint64_t row) const { return given[row]; }
-    void commit(uint64_t, uint64_t) const {}
-  };
+  // Row by row, since nobody is to hold tickets while others copy long values: a run of pages, then its row.
+  template <class Rows, class Fill>
+  [[gnu::noinline]] Append append_ragged(uint64_t n, Rows& rows, int64_t* keys, uint64_t& written, Fill& fill) {
+    Header& h = memory_.header();
+    const uint64_t patience = std::max<uint64_t>(kMaxChunk, memory_.capacity());
+    const std::vector<uint32_t> none(memory_.layout().pages.groups);
+    if (!pages_) pages_.emplace(memory_, static_cast<int>(writer_));
+    for (uint64_t holes = 0; written < n;) {
+      const uint64_t head = h.head.load(std::memory_order_relaxed);
+      if (gated_ && h.gate.is_shut(head)) return Append::kGated;
+      if (head >= h.ticket_limit.load(std::memory_order_relaxed))
+        return head < kMaxKeys ? Append::kLimited : Append::kSpent;
+      const uint32_t* lengths = none.data();
+      if constexpr (requires { fill.lengths(written); }) lengths = fill.lengths(written);
+      if (const std::optional<Append> obstacle = fill_run(written, lengths, fill)) return *obstacle;
+      uint64_t key = head, one = 1;
+      if (!queued_)
+        key = h.head.fetch_add(1, std::memory_order_seq_cst);
+      else if (!take_within_limit(h, key, one))
+        continue;
+      announce(key, 1);
+      const uint64_t slot = memory_.slot_of(key);
+      if constexpr (requires { rows.announce(written, key); }) rows.announce(written, key);
+      const Fate fate = write(key, slot, rows.meta(written), [&] {
+        fill(written, slot);
+        describe_run(slot, lengths);
+      });
+      if (fate == Fate::kLost) {
+        pages_->abandon();
+        return Append::kLost;
+      }
+      if (fate == Fate::kHole) {
+        TORCHREPLAY_FAULT("append.hole");
+        if (++holes >= patience) return Append::kStalled;
+        continue;
+      }
+      TORCHREPLAY_FAULT("append.done");
+      if (pages_->run().pages) pages_->forget();
+      rows.commit(written, key);
+      keys[written++] = static_cast<int64_t>(key);
+      TORCHREPLAY_FAULT("append.committed");
+      holes = 0;
+    }
+    return Append::kDone;
+  }
+
+  // Ends with the row's values in a run of pages, unless they are there from before or take none.
+  template <class Fill>
+  std::optional<Append> fill_run(uint64_t row, const uint32_t* lengths, Fill& fill) {
+    const Layout& layout = memory_.layout();
+    const uint64_t n = pages_of(layout, place_values(layout.ragged, lengths, nullptr));
+    while (n > 0 && pages_->run().pages == 0) {
+      switch (pages_->take(n)) {
+        case PageRing::Taken::kLimited:
+          return Append::kLimited;
+        case PageRing::Taken::kStalled:
+          return Append::kStalled;
+        case PageRing::Taken::kSpent:
+          return Append::kSpent;
+        case PageRing::Taken::kRun:
+          break;
+      }
+      if constexpr (requires { fill.run(row, pages_->data()); }) fill.run(row, pages_->data());
+      TORCHREPLAY_FAULT("pages.copied");
+      if (!pages_->commit() && !memory_.liveness().holds(static_cast<int>(writer_))) {
+        pages_->abandon();
+        return Append::kLost;
+      }
+    }
+    return {};
+  }
+
+  void describe_run(uint64_t slot, const uint32_t* lengths) const {
+    const Run& run = pages_->run();
+    __atomic_store_n(memory_.run1_of_row(slot), run.pages ? run.first + 1 : 0, __ATOMIC_RELAXED);
+    for (uint32_t g = 0; g < memory_.layout().pages.groups; g++)
+      __atomic_store_n(memory_.length_of_row(slot, g), lengths[g], __ATOMIC_RELAXED);
+  }
+
+  // Between ticket and CAS, so that "busy with my id" implies "inside my range": reclaiming needs no sweep.
+  void announce(uint64_t first, uint64_t n) {
+    TORCHREPLAY_FAULT("append.ticket");
+    entry_.first.store(first, std::memory_order_relaxed);
+    TORCHREPLAY_FAULT("append.first");
+    entry_.count.store(static_cast<uint32_t>(n), std::memory_order_relaxed);
+    TORCHREPLAY_FAULT("append.in_flight");
+  }
 
   // A learner that waits says which ticket should wake it.
   void wake_learners(uint64_t key) {
@@ -157,26 +249,17 @@ class RingWriter {
     return memory_.liveness().holds(static_cast<int>(writer_)) ? Fate::kHole : Fate::kLost;
   }
 
-  // The slot was taken from us. A row written there since was written beside us and may be torn, so it is voided. If it
-  // is not committed yet, its commit fails, and its writer writes it again.
-  static void spoil(std::atomic<uint64_t>& word, uint64_t key) {
-    uint64_t now = word.load(std::memory_order_relaxed);
-    while (slot_word::key1(now) > key + 1 &&
-           !word.compare_exchange_weak(now, slot_word::voided(slot_word::key1(now) - 1), std::memory_order_acq_rel,
-                                       std::memory_order_relaxed)) {
-    }
-  }
-
   SegmentMemory& memory_;
   Participant& entry_;
   uint64_t writer_;
-  bool queued_;  // it waits for learners
+  std::optional<PageRing> pages_;  // made when it is first needed: most segments have none
+  bool queued_;                    // it waits for learners
   bool gated_;
   bool linked_;
 };
 
-// Frees the slots that a dead participant left busy. The caller holds byte `id` of the lock table, so nobody can be
-// using it. Idempotent: a reclaimer that dies is no problem. O(tickets in flight).
+// Frees the slots and the pages that a dead participant left busy. The caller holds byte `id` of the lock table, so
+// nobody can be using it. Idempotent: a reclaimer that dies is no problem. O(tickets in flight).
 inline void reclaim(SegmentMemory& memory, int id) {
   Participant& entry = memory.participant(id);
   const uint64_t first = entry.first.load(std::memory_order_acquire);
@@ -189,6 +272,7 @@ inline void reclaim(SegmentMemory& memory, int id) {
     TORCHREPLAY_FAULT("reclaim.slot");
   }
   entry.count.store(0, std::memory_order_relaxed);
+  reclaim_run(memory, id);
   TORCHREPLAY_FAULT("reclaim.done");
 }
 

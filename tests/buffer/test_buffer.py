@@ -99,6 +99,8 @@ def test_stats_count_what_was_done_by_anyone():
         held_items=0,
         dropped_items=0,
         oldest_age=-1.0,
+        ragged_bytes=0,
+        ragged_fill=0.0,
         priority_change=0.0,
         **dict.fromkeys(
             ("staleness", "samples_per_insert", "priority_total", "priority_min", "insert_wait", "sample_wait"), 0.0

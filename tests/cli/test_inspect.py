@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -296,3 +297,23 @@ def test_a_checkpoint_that_lacks_a_file_is_refused(damaged):
     result = run("inspect", damaged("directory", lambda path: next(path.rglob("*.safetensors")).unlink()))
     assert result.exit_code == 2
     assert "is missing" in result.output
+
+
+def test_values_of_any_length_are_in_the_table_and_are_verified(tmp_path):
+    file = tmp_path / "b.bin"
+    spec = {"x": tr.Ragged(torch.float32), "m": tr.Ragged(torch.bool, (2,), like="x"), "n": tr.Field()}
+    with tr.ReplayBuffer(spec, 8, path=file, ragged_bytes=1 << 16) as buffer:
+        buffer.extend(x=[[1.0], [2.0, 3.0]], m=[[[True, False]], [[True, True]] * 2], n=[1.0, 2.0])
+        told = card(file)
+        assert told["ragged_bytes"] == 1 << 16
+        assert [(field["name"], field["ragged"], field["like"], field["nbytes"]) for field in told["fields"]] == [
+            ("x", True, None, 4),
+            ("m", True, "x", 2),
+            ("n", False, None, 4),
+        ]
+        output = run("inspect", "--verify", file).output
+        assert "64.0 KiB for values of any length" in output
+        assert re.search(r"m +\[n, 2\] like x +bool +2 x n", output)
+        assert "intact" in output
+        buffer.extend(x=[[float("nan")]], m=[[[True, True]]], n=[1.0])
+        assert "NaN or infinite" in run("inspect", "--verify", file).output

@@ -1,5 +1,7 @@
 """`torchreplay peek` prints rows, and writes images as PNG."""
 
+import io
+
 import numpy as np
 import pytest
 import stored_buffers
@@ -93,3 +95,49 @@ def test_colours_stay_colours_and_stacked_frames_stand_side_by_side():
     np.testing.assert_array_equal(pixels(colours), colours.permute(1, 2, 0).numpy())
     stack = torch.randint(0, 256, (4, 10, 12), dtype=torch.uint8)
     np.testing.assert_array_equal(pixels(stack), np.concatenate([frame.numpy() for frame in stack], axis=1))
+
+
+SAID = {"picture": tr.Ragged(torch.uint8), "text": tr.Ragged(torch.uint8), "points": tr.Ragged(torch.float32, (3,))}
+
+
+def encoded(kind):
+    content = io.BytesIO()
+    Image.fromarray(np.arange(300, dtype=np.uint8).reshape(10, 10, 3)).save(content, kind)
+    return content.getvalue()
+
+
+def test_bytes_are_shown_as_the_pictures_and_texts_that_they_are(tmp_path):
+    file = tmp_path / "b.bin"
+    rows = [
+        (encoded("JPEG"), "größer [bold]", [[1, 2, 3]]),
+        (encoded("PNG"), "x" * 500, []),
+        (b"\x00\x01\x02" * 5, "", np.arange(30).reshape(10, 3)),
+    ]
+    with tr.ReplayBuffer(SAID, 8, path=file, ragged_bytes=1 << 16) as buffer:
+        for picture, text, points in rows:
+            buffer.writer().append(picture=picture, text=text.encode(), points=points)
+        output = run("--oldest", file).output
+        shown = [line.split(None, 1)[1] for line in output.splitlines() if not line.startswith("row")]
+        assert shown[0].startswith("a JPEG picture")
+        assert shown[0].endswith(f"uint8 [{len(rows[0][0])}]")
+        assert shown[1].startswith("'größer [bold]'")
+        assert shown[2].startswith("1, 2, 3")
+        assert shown[3].startswith("a PNG picture")
+        assert shown[4].startswith("'" + "x" * 50 + "...'")
+        assert shown[5].startswith("nothing")
+        assert shown[6].startswith("0 to 2")
+        assert shown[7].startswith("nothing")
+        assert shown[8].startswith("0 to 29")
+        result = run("--oldest", "--images", tmp_path / "images", file)
+        assert f"2 images in {tmp_path / 'images'}" in result.output
+        assert (tmp_path / "images" / "0-picture.jpeg").read_bytes() == rows[0][0]
+        assert (tmp_path / "images" / "1-picture.png").read_bytes() == rows[1][0]
+
+
+def test_rows_whose_pages_were_taken_again_are_not_shown(tmp_path):
+    file = tmp_path / "b.bin"
+    with tr.ReplayBuffer({"x": tr.Ragged(torch.int32)}, 100, path=file, ragged_bytes=16 * 64) as buffer:
+        for n in range(40):
+            buffer.writer().append(x=[n] * 30)  # two pages of sixteen
+        assert rows_in(run("--oldest", "-n", 100, file).output) == list(range(32, 40)), "nobody has absorbed"
+        assert buffer.keys().tolist() == list(range(32, 40))

@@ -13,8 +13,9 @@ CPP_FLAGS_aarch64 := -O1 -static
 CPP_CXX_aarch64 := aarch64-linux-gnu-g++
 CPP_RUN_aarch64 := timeout 1800 qemu-aarch64-static
 # The emulator has no robust mutexes (its set_robust_list is ENOSYS): what a process locked that died stays locked.
-CPP_SKIP_aarch64 := test_faults test_mutex
+CPP_SKIP_aarch64 := test_faults test_mutex test_page_deaths
 CPP_ARGS_aarch64 := --run_test='!test_recovery'
+CPP_ARGS_aarch64 += --run_test='!test_page_recovery'
 CPP_ARGS_aarch64 += --run_test='!*/a_mutex_that_a_dead_process_holds_and_its_half_done_absorption_are_of_the_past'
 CPP_ARGS_aarch64 += --run_test='!*/a_publisher_killed_in_between_harms_neither_readers_nor_the_next_publisher'
 # Nor does it hand on madvise: no huge pages, and no pages that are taken before they are written.
@@ -27,7 +28,7 @@ CPP_RUN_thread := env TSAN_OPTIONS=die_after_fork=0 setarch -R
 # their return, make thousands of them three times as slow.
 CPP_RUN_address = ASAN_OPTIONS=quarantine_size_mb=4:detect_stack_use_after_return=$(if $(filter $*,$(CPP_FORKING)),0,1) \
     UBSAN_OPTIONS=print_stacktrace=1
-CPP_FORKING := deaths test_faults
+CPP_FORKING := deaths test_faults test_page_deaths
 # A sanitizer explains a crash better than Boost.Test, which would catch the signal first.
 CPP_ARGS_address := --catch_system_errors=no
 CPP_ARGS_thread := --catch_system_errors=no

@@ -11,6 +11,10 @@ import torchreplay as tr
 from torchreplay.segment.handle import Handle, machine_id
 
 ROWS = {"x": tr.Field((2,)), "deep": {"n": tr.Field((), torch.int16), "b": tr.Field((2, 2), torch.bool)}}
+RAGGED = {
+    "x": tr.Ragged(torch.int32),
+    "deep": {"n": tr.Ragged(torch.uint8), "b": tr.Ragged(torch.bool, (2,), like="x"), "one": tr.Field()},
+}
 VIEWS = (
     tr.Transitions(2, stack={"obs": 2}),
     tr.Sequences(3, burn_in=1),
@@ -53,8 +57,14 @@ class Session:
         self.fuzz = atheris.FuzzedDataProvider(data)
         view = self.pick((None, *VIEWS))
         self.linked = view is not None
-        self.spec = STEPS if self.linked else ROWS
-        self.buffer = tr.ReplayBuffer(self.spec, 20, view=view, sampler=self.pick((None, tr.Prioritized())))
+        self.spec = STEPS if self.linked else self.pick((ROWS, RAGGED))
+        self.buffer = tr.ReplayBuffer(
+            self.spec,
+            20,
+            view=view,
+            sampler=self.pick((None, tr.Prioritized())),
+            ragged_bytes=4096 if self.spec is RAGGED else None,
+        )
         lanes = self.pick((None, 2)) if self.linked else None
         self.writer = self.buffer.writer(lanes, autoreset=self.pick(("next_step", "same_step", "disabled")))
         self.lanes = () if lanes is None else (lanes,)
@@ -70,7 +80,8 @@ class Session:
                 continue
         if not self.buffer._segment.closed:  # and as it should be: every row is there, and whole
             stats = self.buffer.stats()
-            assert stats.size == min(stats.rows_written, self.buffer.capacity)
+            most = min(stats.rows_written, self.buffer.capacity)
+            assert stats.size == most or (self.spec is RAGGED and stats.size < most)  # whose bytes may be used up
         self.writer.close()
         self.buffer.close()
 
@@ -82,7 +93,7 @@ class Session:
         if call == self.writer.reset:
             names = {name: names[name] for name in ("obs", "goal") if name in names}
         if self.chance():
-            names[self.pick(("priority", "final_obs", "mask", "x", "obs", self.text()))] = self.value()
+            names[self.pick(("priority", "final_obs", "mask", "lengths", "x", "obs", self.text()))] = self.value()
         if names and self.chance():
             names.pop(self.pick(sorted(names)))
         call(**names)
@@ -108,12 +119,17 @@ class Session:
         tr.ReplayBuffer.attach(Handle(**names)).close()
 
     def make(self):
-        what = self.pick((tr.Field, tr.Prioritized, tr.SamplesPerInsert, tr.MinSize, tr.Transitions, tr.Sequences))
+        what = self.pick(
+            (tr.Field, tr.Ragged, tr.Prioritized, tr.SamplesPerInsert, tr.MinSize, tr.Transitions, tr.Sequences)
+        )
         made = what(*(self.value() for _ in range(self.fuzz.ConsumeIntInRange(0, 3))))
-        spec = {"x": made} if isinstance(made, tr.Field) else self.spec
+        is_field = isinstance(made, tr.Field | tr.Ragged)
+        spec = {"x": made} if is_field else self.spec
         role = {tr.Prioritized: "sampler", tr.SamplesPerInsert: "limiter", tr.MinSize: "limiter"}.get(what, "view")
-        options = {} if isinstance(made, tr.Field) else {role: made}
-        if not isinstance(made, tr.Field) or made.nbytes < 1 << 16:
+        options = {} if is_field else {role: made}
+        if isinstance(made, tr.Ragged) or (self.spec is RAGGED and not is_field):
+            options["ragged_bytes"] = self.value() if self.chance() else 4096
+        if not is_field or made.nbytes < 1 << 16:
             tr.ReplayBuffer(spec, self.value() if self.chance() else 3, **options).close()
 
     def chance(self):
@@ -128,7 +144,7 @@ class Session:
             return {name: self.fields(inner) for name, inner in field.items()} if not self.chance() else self.value()
         if self.chance():
             return self.value()
-        lead = (self.pick((0, 1, 2, 3)),) if self.chance() else self.lanes
+        lead = (self.pick((0, 1, 2, 3)),) if self.chance() or isinstance(field, tr.Ragged) else self.lanes
         return torch.zeros((*lead, *field.shape), dtype=field.dtype)
 
     def value(self, depth=0):

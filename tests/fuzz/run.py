@@ -1,4 +1,4 @@
-"""Runs the fuzzers one after the other: `run.py [--seconds 60] [attach checkpoint arguments] [--input FILE]`."""
+"""Runs the fuzzers one after the other: `run.py [--seconds 60] [attach checkpoint arguments ragged] [--input FILE]`."""
 
 import argparse
 import os
@@ -11,7 +11,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BUILT = ROOT / "build" / "sanitized"
 OUT = ROOT / "build" / "fuzz"
-NAMES = ("attach", "checkpoint", "arguments")
+NAMES = ("attach", "checkpoint", "arguments", "ragged")
 LIMITS = ("-timeout=20", "-rss_limit_mb=4096", "-max_len=8192", "-print_final_stats=1")
 WRITE_SEEDS = """
 import importlib, sys

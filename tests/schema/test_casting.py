@@ -77,3 +77,22 @@ def test_a_writer_takes_lists_and_tuples_of_numbers():
         row = buffer.gather(buffer.keys())
         assert row["x"].tolist() == [[[1, 2], [3, 4.5]]]
         assert row["n"].tolist() == [[1, 2, 255]]
+
+
+def test_values_of_any_length_are_cast_each_by_itself():
+    spec = {"x": tr.Ragged(torch.uint8), "y": tr.Ragged(torch.int64, (2,)), "b": tr.Ragged(torch.bool, like="x")}
+    with tr.ReplayBuffer(spec, 8, ragged_bytes=1 << 16) as buffer:
+        ways = (
+            {"x": [[1.9, 2.0], [], np.array([3.5])], "y": [np.zeros((0, 2)), [[1.5, 2.5]], []]},
+            {"x": (np.array([1.9, 2.0, 3.5]), [2, 0, 1]), "y": (torch.tensor([[1.5, 2.5]]), [0, 1, 0])},
+            {"x": [1.9, 2.0, 3.5], "y": [[1.5, 2.5]], "lengths": {"x": [2, 0, 1], "y": [0, 1, 0]}},
+        )
+        for way in ways:
+            flags = [2.0, 0.0, 1.0] if "lengths" in way else [[2.0, 0.0], [], [1.0]]
+            batch = buffer.gather(buffer.extend(**way, b=flags, casting="unsafe"))
+            assert batch["x"].tolist() == [1, 2, 3]
+            assert batch["y"].tolist() == [[1, 2]]
+            assert batch["b"].tolist() == [True, False, True]
+            assert batch.lengths("x").tolist() == [2, 0, 1]
+        with pytest.raises(ValueError, match="does not cast to uint8"):
+            buffer.extend(**ways[0], b=flags)

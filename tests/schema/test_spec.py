@@ -1,6 +1,7 @@
 """Specs: what a field may be, and how nested names become the keys of a batch."""
 
 import dataclasses
+import json
 import math
 
 import gymnasium
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchreplay as tr
-from torchreplay.schema.spec import ELEMENTS
+from torchreplay.schema.config import Config
+from torchreplay.schema.spec import ELEMENTS, Ragged, flatten, from_native, nest, to_native
 
 DTYPES = {
     "bool": torch.bool,
@@ -188,3 +190,153 @@ def test_every_spec_comes_back_as_it_was_given_here_and_where_it_is_attached(spe
         del batch[name]
     assert mapped(dict(batch), lambda t: tr.Field(t.shape[1:], t.dtype)) == spec
     assert mapped(buffer.storage, lambda t: tr.Field(t.shape[1:], t.dtype)) == spec
+
+
+def test_a_ragged_field_has_a_dtype_and_the_shape_of_one_element():
+    tokens, points = Ragged(torch.int32), Ragged("float32", 3)
+    assert (tokens.dtype, tokens.shape, tokens.like, tokens.nbytes) == (torch.int32, (), None, 4)
+    assert (points.dtype, points.shape, points.nbytes) == (torch.float32, (3,), 12)
+    assert repr(Ragged(torch.float32, (3,), like="obs/points")) == "Ragged(torch.float32, (3,), like='obs/points')"
+    assert Ragged(np.uint8) == Ragged(torch.uint8) != Ragged(torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (((3,), torch.float32), TypeError, r"dtype \(3,\): expected a dtype, and then the shape of one element"),
+        ((100,), TypeError, "the length of values is said nowhere"),
+        ((None,), TypeError, "dtype None: expected a dtype"),
+        (("complex64",), ValueError, "cannot hold values of dtype 'complex64': expected one of bool, uint8"),
+        ((str,), ValueError, "cannot hold values of dtype <class 'str'>"),
+        ((torch.int32, "tokens"), TypeError, "shape 'tokens': expected .*; did you mean like='tokens'"),
+        ((torch.int32, (0,)), ValueError, r"shape \(0,\): expected at most 15 dimensions, each a positive int"),
+        ((torch.int32, (-1,)), ValueError, r"each a positive int"),
+        ((torch.int32, (1,) * 16), ValueError, "expected at most 15 dimensions"),
+        ((torch.int32, 2.5), TypeError, "shape 2.5: expected an int or a tuple of ints"),
+        ((torch.float64, (1 << 44,)), ValueError, "an element of shape .* needs 140,737,488,355,328 bytes"),
+        ((torch.int32, (), 3), TypeError, "like is 3: expected the name of another ragged field, or None"),
+        ((torch.int32, (), ""), ValueError, "like is '': expected the name of another ragged field"),
+        ((torch.int32, (), "obs//tokens"), ValueError, "such as 'obs/tokens'"),
+    ],
+    ids=str,
+)
+def test_what_is_no_ragged_field_is_refused_with_what_was_given(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Ragged(*arguments)
+
+
+def test_fields_that_are_like_each_other_name_the_first_one():
+    spec = {
+        "mask": Ragged(torch.bool, like="obs/logprob"),
+        "obs": {"tokens": Ragged(torch.int32), "logprob": Ragged(torch.float32, like="obs/tokens")},
+        "picture": Ragged(torch.uint8),
+        "reward": tr.Field(),
+    }
+    columns = flatten(spec)
+    assert list(columns) == [("mask",), ("obs", "tokens"), ("obs", "logprob"), ("picture",), ("reward",)]
+    likes = {path[-1]: column.like for path, column in columns.items() if isinstance(column, Ragged)}
+    assert likes == {"mask": "obs/tokens", "tokens": None, "logprob": "obs/tokens", "picture": None}
+    assert columns["reward",] == tr.Field()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            {"a": Ragged("int8", like="a")},
+            "like leads in a circle, 'a' -> 'a': expected a field of a length of its own",
+        ),
+        (
+            {"a": Ragged("int8", like="b"), "b": Ragged("int8", like="c"), "c": Ragged("int8", like="b")},
+            "in a circle, 'a' -> 'b' -> 'c' -> 'b'",
+        ),
+        (
+            {"a": Ragged("int8", like="token"), "tokens": Ragged("int8")},
+            "'a' -> 'token', which is no field of the spec: expected 'tokens'",
+        ),
+        (
+            {"a": Ragged("int8", like="b"), "b": tr.Field()},
+            r"'b', which is Field\(\(\), torch.float32\): expected None",
+        ),
+        ({"a": Ragged("int8", like="obs"), "obs": {"b": Ragged("int8")}}, "'obs', which is no .*: expected 'obs/b'"),
+        ({"offsets": Ragged("int8")}, "the field name 'offsets' is reserved, as are .*'lengths'"),
+        ({"a": Ragged("int8"), "lengths": tr.Field()}, "the field name 'lengths' is reserved"),
+    ],
+    ids=str,
+)
+def test_a_length_that_no_field_has_is_refused_with_the_way_that_was_followed(spec, message):
+    with pytest.raises(ValueError, match=message):
+        flatten(spec)
+
+
+def test_like_names_a_field_of_the_whole_spec_or_else_one_of_the_same_dict():
+    graph = {"nodes": Ragged("int8"), "edges": Ragged("int8"), "links": Ragged("int8", like="edges")}
+    assert flatten({"obs": {"graph": graph}})["obs", "graph", "links"].like == "obs/graph/edges"
+    assert flatten({"obs": graph, "edges": Ragged("int8")})["obs", "links"].like == "edges"
+
+
+def test_names_of_offsets_and_lengths_are_free_where_all_fields_have_one_shape():
+    assert list(flatten({"offsets": tr.Field(), "lengths": tr.Field()})) == [("offsets",), ("lengths",)]
+
+
+@given(spec=specs, data=st.data())
+def test_fields_come_back_from_the_description_of_a_segment(spec, data):
+    columns = flatten(spec)
+    for path, column in columns.items():
+        if data.draw(st.booleans()):
+            likes = ["/".join(p) for p, c in columns.items() if isinstance(c, Ragged) and c.like is None]
+            columns[path] = Ragged(column.dtype, column.shape, data.draw(st.sampled_from([None, *likes])))
+    assert from_native(json.loads(json.dumps(to_native(columns)))) == columns
+    assert list(from_native(to_native(columns))) == list(columns)
+    assert flatten(nest(columns)) == columns
+
+
+@pytest.mark.parametrize("of", [5, -5, "tokens", 1.5], ids=str)
+def test_a_description_with_a_length_that_no_field_has_is_refused(of):
+    native = to_native({("tokens",): Ragged("int8"), ("reward",): tr.Field()})
+    with pytest.raises((ValueError, TypeError, IndexError)):
+        from_native([(*native[0][:3], of), native[1]])
+
+
+TOKENS = {"tokens": Ragged(torch.int32), "logprob": Ragged(torch.float32, like="tokens"), "reward": tr.Field()}
+
+
+def described(spec, capacity, **arguments):
+    return Config.of(spec, capacity, None, None, None, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("spec", "given", "message"),
+    [
+        (
+            TOKENS,
+            None,
+            "missing, and the spec has ragged fields, 'tokens', 'logprob': .* 20,000 rows of 8 bytes an element need "
+            "ragged_bytes=160,000,000",
+        ),
+        (TOKENS, 1023, "ragged_bytes is 1023: expected an int from 1024 to "),
+        (TOKENS, 1 << 47, "expected an int from 1024 to"),
+        (TOKENS, 1e6, "ragged_bytes is 1000000.0: expected an int"),
+        (TOKENS, True, "ragged_bytes is True"),
+        ({"x": tr.Field()}, 4096, "ragged_bytes is 4096, and the spec has no Ragged field: leave it out"),
+        (
+            {"frames": Ragged(torch.uint8, (64, 64))},
+            16_383,
+            "ragged_bytes is 16,383, and one element of field 'frames' takes 4,096 bytes: .*at least 16,384",
+        ),
+    ],
+    ids=str,
+)
+def test_bytes_for_ragged_values_that_do_not_fit_the_spec_are_refused(spec, given, message):
+    with pytest.raises(ValueError, match=message):
+        described(spec, 20_000, ragged_bytes=given)
+
+
+def test_bytes_for_ragged_values_are_in_the_description_of_a_buffer_that_has_some():
+    config = described(TOKENS, 20_000, ragged_bytes=2 << 30)
+    assert Config.from_text(config.to_text()) == config
+    assert json.loads(config.to_text())["ragged_bytes"] == 2 << 30
+    assert "ragged_bytes" not in json.loads(described({"x": tr.Field()}, 10).to_text())
+    damaged = json.loads(config.to_text()) | {"ragged_bytes": 5}
+    with pytest.raises(ValueError, match=r"damaged: .*ragged_bytes is 5"):
+        Config.from_text(json.dumps(damaged))

@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 import torch
 
+from torchreplay.buffer.notices import warn_of_budget
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config, Configured
 from torchreplay.schema.samplers import Schedule
+from torchreplay.schema.spec import ragged_fields
 from torchreplay.segment.closeable import Closeable
-from torchreplay.validation import checked_int
+from torchreplay.validation import checked_instance, checked_int
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -88,6 +90,7 @@ class StreamSpec:
         last_epoch: The number of the epoch with which it ends, of draws without replacement. Then the last batch of
             each epoch may be shorter, and there is no staging. None: it does not end so.
         for_others: Batches of a queue that another process will hold: this one never ends what it holds.
+        budget: The most elements that a batch may have of some ragged fields, by name; None: any number.
 
     Raises:
         ValueError: `batch_size` is out of range.
@@ -102,6 +105,7 @@ class StreamSpec:
     staging: Staging | None = None
     last_epoch: int | None = None
     for_others: bool = False
+    budget: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         checked_int("batch_size", self.batch_size, 1, MAX_BATCH)
@@ -130,6 +134,31 @@ class BatchSource(ABC):
     @abstractmethod
     def unissued(self, keys: NDArray[np.int64]) -> int | None:
         """Returns the index of the first of `keys` that it never issued; raises RuntimeError if it is closed."""
+
+    def checked_budget(self, budget: Any) -> dict[str, int]:
+        """Returns the most elements that a batch may have of ragged fields, by name.
+
+        Raises:
+            ValueError: It names no ragged field of a batch, or a number is below 1.
+            TypeError: It is no dict.
+        """
+        checked_instance("budget", budget, Mapping, 'a dict of the most elements, such as {"tokens": 65_536}')
+        names = ragged_fields(self.config.outputs())
+        for name in budget:
+            if name not in names:
+                known = (
+                    f"expected some of {', '.join(map(repr, names))}" if names else "the batch has none; leave it out"
+                )
+                raise ValueError(f"budget names {name!r:.200}, which is no ragged field of a batch: {known}")
+        return {name: checked_int(f"budget[{name!r}]", most, 1) for name, most in budget.items()}
+
+    def warn_of_budget(self, budget: Mapping[str, int], batch: ReplayBatch) -> None:
+        """Warns where a batch is one item, which has more elements than the budget says."""
+        if batch.batch_size == 1:
+            for name, most in budget.items():
+                found = int(batch.lengths(name).sum())
+                if found > most:
+                    warn_of_budget(self.nonce, self.config.called, name, found, most)
 
     def epoch(self, begin: bool = False) -> tuple[int, int, int]:
         """Returns how many epochs have ended, the items that the one under way has not drawn, and all items.

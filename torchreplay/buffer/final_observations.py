@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from torchreplay.schema.spec import Field, Path
+from torchreplay.schema.spec import Column, Field, Path, Ragged
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -24,7 +24,7 @@ class FinalObservations:
         ended: For each environment whether its episode ends.
     """
 
-    def __init__(self, fields: Mapping[Path, Field], ended: Sequence[int]) -> None:
+    def __init__(self, fields: Mapping[Path, Column], ended: Sequence[int]) -> None:
         self._fields = fields
         self._ended = ended
 
@@ -71,21 +71,27 @@ class FinalObservations:
             return {name: self._per_lane([_part(v, name) for v in each], (*path, name)) for name in inner}
         if each is None:
             return value
-        return _stacked(self._fields[path], [self._observation(v, index, path) for index, v in enumerate(each)])
-
-    def _observation(self, value: Any, index: int, path: Path) -> torch.Tensor | Array | None:
-        """Returns one environment's value of one field; None where its episode goes on and it has none."""
-        field, name = self._fields[path], "/".join(path)
-        if value is None:
-            if self._ended[index]:
+        field = self._fields[path]
+        for index, observation in enumerate(each):
+            if observation is None and self._ended[index]:
                 raise ValueError(
-                    f"field {name!r}: the episode ends in environment {index}, and final_obs has nothing for it"
+                    f"field {'/'.join(path)!r}: the episode ends in environment {index}, and final_obs has nothing for "
+                    f"it"
                 )
+        if isinstance(field, Ragged):
+            return [() if observation is None else observation for observation in each]
+        return _stacked(field, [self._observation(v, index, path, field) for index, v in enumerate(each)])
+
+    def _observation(self, value: Any, index: int, path: Path, field: Field) -> torch.Tensor | Array | None:
+        """Returns one environment's value of one field; None where its episode goes on and it has none."""
+        if value is None:
             return None
         found = _numbers(value)
         if found is None or tuple(found.shape) != field.shape:
             given = type(value).__name__ if found is None else f"shape {tuple(found.shape)}"
-            raise ValueError(f"field {name!r}: final_obs of environment {index} is of {given}, expected {field}")
+            raise ValueError(
+                f"field {'/'.join(path)!r}: final_obs of environment {index} is of {given}, expected {field}"
+            )
         return found
 
     def _each_environment(self, value: Any) -> list[Any] | None:

@@ -14,7 +14,7 @@ from torchreplay.buffer.rewriting import anchors, episode_key, rewriting
 from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.config import Configured
 from torchreplay.schema.samplers import priorities_of
-from torchreplay.schema.spec import nest
+from torchreplay.schema.spec import Field, nest
 from torchreplay.segment.waits import NEVER
 from torchreplay.validation import checked_int
 
@@ -269,11 +269,12 @@ class HeldRows(Configured):
     def storage(self) -> dict[str, Any]:
         """Tensors `[capacity, *shape]` over the shared memory itself, nested as the spec, for inspection.
 
-        They are live: a row may change while it is looked at, and writing to them bypasses every promise. They cannot
-        be pickled.
+        Ragged fields have none: their values lie elsewhere. The tensors are live: a row may change while it is looked
+        at, and writing to them bypasses every promise. They cannot be pickled.
 
         Example:
             >>> buffer.storage["action"][:5]
             StorageView([0, 1, 2, 3, 4])
         """
-        return nest({path: StorageView.over(self._segment.column(i)) for i, path in enumerate(self._config.fields)})
+        fixed = {path: i for i, (path, field) in enumerate(self._config.fields.items()) if isinstance(field, Field)}
+        return nest({path: StorageView.over(self._segment.column(i)) for path, i in fixed.items()})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
@@ -20,7 +20,7 @@ from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.batch_plan import GOALS
 from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import Fifo, Schedule, counts_draws, value_of
-from torchreplay.schema.spec import to_native
+from torchreplay.schema.spec import ragged_fields
 from torchreplay.segment.delivery_log import DeliveryLog, RemotelyWritten
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.waits import NEVER, Wait, Watched
@@ -29,8 +29,12 @@ from torchreplay.validation import checked_choice, checked_int
 if TYPE_CHECKING:
     from torchreplay._C import DrawnFrom, Shortage
 
-Sample: TypeAlias = Callable[[int, float, int, ReplayBatch | None], Any]
-"""Draws so many items, with an exponent, until a deadline, into a batch. Returns it, or what the core gives instead."""
+Limits: TypeAlias = tuple[int, ...]
+"""The most elements that a batch may have of each of its ragged fields, in their order; -1: any number."""
+
+Sample: TypeAlias = Callable[[int, float, int, ReplayBatch | Limits | None], Any]
+"""Draws so many items, with an exponent, until a deadline, into a batch, or within limits. Returns it, or what the core
+gives instead."""
 
 Missing = Literal["drop", "raise"]
 MISSING: tuple[Missing, ...] = get_args(Missing)
@@ -71,7 +75,7 @@ class LocalSampler:
         plan = config.view.plan(config.fields)
         if plan is not None:
             goal = GOALS.index(plan.goal)
-            outputs = to_native(plan.outputs)
+            outputs = plan.native_outputs()
             segment.set_plan(outputs, plan.native, plan.steps, plan.gamma, goal, plan.share, plan.discount_field)
 
     # Drawing
@@ -82,7 +86,7 @@ class LocalSampler:
         beta: Schedule | None,
         timeout: float | None,
         waiting: type[Wait],
-        out: ReplayBatch | None = None,
+        out: ReplayBatch | Limits | None = None,
         sample: Sample | None = None,
     ) -> ReplayBatch:
         """Does what `ReplayBuffer.sample` does, waiting as `waiting` does.
@@ -92,7 +96,7 @@ class LocalSampler:
             beta: Exponent of the weights, or None.
             timeout: Seconds to wait at most, or None.
             waiting: The kind of wait.
-            out: A batch to draw into, or None.
+            out: A batch to draw into; or the limits of a new one; or None.
             sample: What draws as the segment's `sample` does; None: that.
         """
         if self.pending.waiting:
@@ -121,6 +125,10 @@ class LocalSampler:
             self._finish(batch)
         return batch
 
+    def limits(self, budget: Mapping[str, int]) -> Limits:
+        """Returns a budget that was checked, by the places of the ragged fields of a batch."""
+        return tuple(budget.get(name, -1) for name in ragged_fields(self.config.outputs()))
+
     @property
     def watched(self) -> Watched:
         """What a wait for rows looks at."""
@@ -148,7 +156,7 @@ class LocalSampler:
         return batch, drawn_from
 
     def _sample_waiting(
-        self, sample: Sample, result: Any, batch_size: int, beta: float, wait: Wait, out: ReplayBatch | None
+        self, sample: Sample, result: Any, batch_size: int, beta: float, wait: Wait, out: ReplayBatch | Limits | None
     ) -> ReplayBatch:
         while result.__class__ is not ReplayBatch:
             self.check_shortage(result, batch_size, wait)

@@ -120,7 +120,10 @@ class LocalSource(LocalSampler, BatchSource):
 
     def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
         """Returns what takes batches to a CUDA device while the learner computes; None: each is copied by itself."""
-        if pin == "off" or isinstance(self.config.sampler, Fifo):  # whose last batch may be shorter
+        if pin is not None and pin != "off":
+            self.config.fixed_fields(f"pin={pin!r}")
+        # The last batch of a queue may be shorter, and each batch with values of any length is of another size.
+        if pin == "off" or isinstance(self.config.sampler, Fifo) or self.config.ragged:
             return None
         copies = DeviceCopies(device)
         if pin == "ring":

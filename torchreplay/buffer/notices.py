@@ -40,7 +40,24 @@ def warn_of_copies(nonce: int, called: str, batch_size: int, items: int) -> None
     _warn_once("copies", nonce, text, 5)
 
 
-def _warn_once(kind: str, nonce: int, text: str, stacklevel: int) -> None:
+def warn_of_budget(nonce: int, called: str, field: str, elements: int, most: int) -> None:
+    """Warns that an item alone is more than a budget, and makes a batch all the same.
+
+    Args:
+        nonce: The buffer's identity.
+        called: The buffer, in words.
+        field: The name of the ragged field.
+        elements: That the item has.
+        most: That the budget says.
+    """
+    text = (
+        f"an item of {called} has {elements:,} elements of {field!r}, and the budget is {most:,}: the batch has that "
+        f"item alone. Give a larger budget, or cut such values before they are written"
+    )
+    _warn_once("budget", nonce, text, 5, RuntimeWarning)
+
+
+def _warn_once(kind: str, nonce: int, text: str, stacklevel: int, category: type[Warning] = UserWarning) -> None:
     if (kind, nonce) not in _said:
         _said.add((kind, nonce))
-        warnings.warn(text, stacklevel=stacklevel)
+        warnings.warn(text, category, stacklevel=stacklevel)

@@ -19,7 +19,7 @@ from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait
 
 if TYPE_CHECKING:
     from torchreplay._C import DrawnFrom
-    from torchreplay.buffer.local_sampler import LocalSampler
+    from torchreplay.buffer.local_sampler import Limits, LocalSampler
 
 DRAWN_FIELDS = {"key": torch.int64, "weight": torch.float32, "probability": torch.float32}
 """What names a batch again that is not to be drawn anew, and its dtypes."""
@@ -58,6 +58,7 @@ class PrefetchIterator:
         self._last_epoch = () if spec.last_epoch is None else (spec.last_epoch,)
         self._from: DrawnFrom | None = None  # of the batch handed out last, unless it was drawn ahead
         self._spec, self._staging = spec, spec.staging
+        self._limits = None if spec.budget is None else source.limits(spec.budget)
         self._finish = source.config.finish if spec.staging is None else None
         self._ahead: _C.Prefetcher | None = None
         self._ordered = 0  # and not taken
@@ -104,6 +105,10 @@ class PrefetchIterator:
         if left is not None:
             self._left = left - 1
         return batch
+
+    def _place(self) -> ReplayBatch | Limits | None:
+        """Returns where the next batch goes, or what bounds it; None: into memory of its own, whatever it takes."""
+        return self._limits if self._staging is None else self._staging.place()
 
     @property
     def ready(self) -> int:
@@ -180,7 +185,7 @@ class PrefetchIterator:
     def _next_drawn(self, waiting: type[Wait]) -> ReplayBatch:
         self._from = None
         if self._prefetch == 0:
-            place = self._spec.place()
+            place = self._place()
             batch = self._source.draw(self._batch_size, None, self._timeout, waiting, place, self._sample_told)
         else:
             ahead = self._order()
@@ -193,7 +198,7 @@ class PrefetchIterator:
                 self._source.warn_of_copies(self._batch_size, self.drawn_from.drawable)
         return batch
 
-    def _sample_told(self, n: int, beta: float, deadline: int, out: ReplayBatch | None) -> Any:
+    def _sample_told(self, n: int, beta: float, deadline: int, out: ReplayBatch | Limits | None) -> Any:
         """Draws as the segment does, and keeps what the batch was drawn from: other threads draw from it, too."""
         batch, told = self._segment.sample_told(n, beta, deadline, out, *self._last_epoch)
         if batch is None:
@@ -211,7 +216,7 @@ class PrefetchIterator:
         """Does what `_next_drawn` does where there is one batch to order, in one native call."""
         ahead, beta = self._ahead, self._beta
         assert ahead is not None
-        batch = ahead.next(beta if beta.__class__ is float else self._next_beta(), self._spec.place())
+        batch = ahead.next(beta if beta.__class__ is float else self._next_beta(), self._place())
         return self._wait_for_batch(ahead, batch, Wait)
 
     def _next_beta(self) -> float:
@@ -227,7 +232,7 @@ class PrefetchIterator:
             self._ahead = self._prefetcher()
         most = self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)
         while self._ordered + len(self._again) < most:
-            self._ahead.order(self._next_beta(), self._spec.place())
+            self._ahead.order(self._next_beta(), self._place())
             self._ordered += 1
         return self._ahead
 

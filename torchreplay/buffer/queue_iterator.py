@@ -73,7 +73,7 @@ class QueueIterator(PrefetchIterator):
         while True:
             try:
                 sample = taking(self._source, self._at_least, self._loop, self._loop, self._spec.for_others)
-                return self._source.draw(self._batch_size, None, self._timeout, waiting, None, sample)
+                return self._source.draw(self._batch_size, None, self._timeout, waiting, self._place(), sample)
             except WouldBlockForever as error:
                 self._accept_fewer(error)
 

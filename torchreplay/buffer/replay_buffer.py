@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Self, TypeVar
@@ -56,8 +57,9 @@ class ReplayBuffer(HeldRows, Queue, Replay):
     With a `path` it is a file, which may be larger than the machine's memory, and stays for `open`.
 
     Args:
-        spec: Names to `Field(shape, dtype)`; dicts nest. `key`, `weight`, `probability`, `priority`, `buffer` and
-            `casting` are reserved.
+        spec: Names to `Field(shape, dtype)`, or to `Ragged(dtype)` for values of any length; dicts nest. `key`,
+            `weight`, `probability`, `priority`, `buffer` and `casting` are reserved, and beside ragged fields `offsets`
+            and `lengths`.
         capacity: Rows that fit, 1 to 2^31.
         sampler: `Uniform()` (the default), `Uniform(replacement=False)` or `Prioritized(...)`; or `Fifo(...)`, which
             makes a queue of the buffer.
@@ -68,9 +70,12 @@ class ReplayBuffer(HeldRows, Queue, Replay):
         seed: Of the draws, 0 to 2^64 - 1; the same seed and the same writes give the same batches. None: a random one.
         name: What people call it, up to 64 characters, such as `"red team"`. Every process that attaches sees it. It is
             in errors, in checkpoints, and on the screen of `torchreplay list` and `torchreplay watch`.
+        ragged_bytes: Bytes for the values of ragged fields, together. A row goes when its slot or its bytes are
+            needed: there are at most `capacity` rows, and fewer where their values are long. One row takes at most a
+            quarter. None: there are no such fields.
 
     Raises:
-        ValueError: A bad spec, capacity, seed or name.
+        ValueError: A bad spec, capacity, seed or name; or `ragged_bytes` is missing, too small, or given in vain.
         MemoryError: The machine or the cgroup has too little memory left; nothing was touched.
         FileExistsError: There is a file at `path`.
         OSError: The disk has too little room for it, or a filesystem that cannot hold shared memory.
@@ -98,8 +103,9 @@ class ReplayBuffer(HeldRows, Queue, Replay):
         path: str | os.PathLike[str] | None = None,
         seed: int | None = None,
         name: str | None = None,
+        ragged_bytes: int | None = None,
     ) -> None:
-        config = Config.of(spec, capacity, sampler, view, limiter, name)
+        config = Config.of(spec, capacity, sampler, view, limiter, name, ragged_bytes)
         path = None if path is None else checked_path("path", path)
         seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 64) - 1)
         with new_segment(config, path, seed, by_and_by=False) as (segment, nonce, _):
@@ -204,6 +210,7 @@ class ReplayBuffer(HeldRows, Queue, Replay):
         config = self._config
         if capacity is not None:
             config = replace(config, capacity=checked_int("capacity", capacity, 1, MAX_CAPACITY))
+        config.fixed_fields("copy()")
         self.flush()
         with new_segment(config, None, self._segment.seed, by_and_by=False) as (segment, nonce, _):
             copy_rows(self._segment, segment, self._config, config.capacity)
@@ -305,11 +312,14 @@ class ReplayBuffer(HeldRows, Queue, Replay):
 
         Args:
             *args: None: fields go by their names, rows in a dict as `extend(**rows)`.
+            lengths: Of ragged fields: a dict of their names and int `[n]`, as `batch["lengths"]` is. The values of
+                such a field are one array, one value after the other. Fields that are `like` each other need it once.
             priority: Raw TD errors: None (what `Prioritized(initial=)` says), one number for all rows, or one for each
                 (under a view that links rows: for each step).
             casting: `"same_kind"`: a value whose dtype does not cast by NumPy's rule of that name is refused.
                 `"unsafe"`: it is cast all the same, as `numpy.ndarray.astype` does: 1.0 to True, 1.9 to 1.
-            **fields: One value for each field of the spec.
+            **fields: One value for each field of the spec. Of a ragged field a list of n values `[length, *shape]`, or
+                the tuple `(values, lengths)` of all elements, one value after the other, and the length of each.
 
         Returns:
             The keys of the rows, int64 `[n]`; `[T + 1]` or `[T + 1, num_envs]` under a view that links rows.
@@ -350,6 +360,7 @@ class ReplayBuffer(HeldRows, Queue, Replay):
         out: ReplayBatch | None = None,
         device: torch.device | str | int | None = None,
         at_least: int | None = None,
+        budget: Mapping[str, int] | None = None,
     ) -> ReplayBatch:
         """Draws a batch, stratified; waits until the limiter admits it.
 
@@ -369,15 +380,20 @@ class ReplayBuffer(HeldRows, Queue, Replay):
             device: Where the batch goes; `key` stays on the CPU. None: it stays where it is. A `ReplayDataset` hides
                 the time of the copy behind the learner's work.
             at_least: Of a queue: a batch may be as short, if no more items are there. None: it has `batch_size`.
+            budget: Of ragged fields of a batch: the most elements that it may have, such as `{"tokens": 65_536}`. Of
+                the items drawn, in a random order, the batch has the first ones within every budget, but always one.
+                The item that would be too much is left out, and may be drawn by the next call. So long values are drawn
+                a little less often: by the mean length over the budget at most.
 
         Returns:
-            The fields, each `[B, *shape]`, with `key` int64 `[B]`, `weight` and `probability` float32 `[B]`. The memory
-            is the batch's own, or that of `out`, which is returned.
+            The fields, each `[B, *shape]`, and ragged ones as `ReplayBatch` says; `key` int64 `[B]`, `weight` and
+            `probability` float32 `[B]`. The memory is the batch's own, or that of `out`, which is returned.
 
         Raises:
             ValueError: `batch_size` is below 1 or too large, beta is negative, a tensor of `out` does not fit, or
-                `at_least` is out of range or given without a queue; then nothing is drawn. After another error `out`
-                holds parts of items.
+                `at_least` is out of range or given without a queue; then nothing is drawn. Or `budget` names no ragged
+                field. After another error `out` holds parts of items.
+            OverflowError: The batch has more elements of a ragged field than int32 offsets can say.
             ReplayTimeout: The timeout passed; the text says what for, or which process holds the lock.
             WouldBlockForever: Too few rows, and nobody is left to write more; or a queue is full, and only the waiting
                 learner itself could make room.
@@ -385,6 +401,7 @@ class ReplayBuffer(HeldRows, Queue, Replay):
 
         Warns:
             UserWarning: The batch is larger than the number of items, so it holds copies. Said once.
+            RuntimeWarning: One item alone has more elements than its budget; the batch has that item. Said once.
 
         Example:
             >>> batch = buffer.sample(4, beta=0.4)
@@ -394,12 +411,43 @@ class ReplayBuffer(HeldRows, Queue, Replay):
         """
         if out is not None:
             checked_instance("out", out, ReplayBatch, "torchreplay.ReplayBatch")
+        if budget is not None:
+            return self._sample_within(budget, batch_size, beta, timeout, out, device, at_least)
         if self._is_queue or at_least is not None:
             return self._sample_queue(batch_size, beta, timeout, out, device, at_least)
         batch = self._sampler.draw(batch_size, beta, timeout, Wait, out)
         if batch_size > self._enough:
-            left = self.num_items  # without those that this batch has used up
-            self._enough = self._sampler.warn_of_copies(batch_size, batch_size if self.sampler.max_draws else left)
+            self._look_for_copies(batch_size)
+        return batch if device is None else batch.to(device)
+
+    def _look_for_copies(self, batch_size: int) -> None:
+        left = self.num_items  # without those that this batch has used up
+        self._enough = self._sampler.warn_of_copies(batch_size, batch_size if self.sampler.max_draws else left)
+
+    def _sample_within(
+        self,
+        budget: Mapping[str, int],
+        batch_size: int,
+        beta: Schedule | None,
+        timeout: float | None,
+        out: ReplayBatch | None,
+        device: Any,
+        at_least: int | None,
+    ) -> ReplayBatch:
+        """Does what `sample` does with a budget."""
+        checked = self._sampler.checked_budget(budget)
+        if out is not None:
+            raise ValueError(
+                "out and budget: batches that are each of another size need memory of their own; drop out="
+            )
+        limits = self._sampler.limits(checked)
+        if self._is_queue or at_least is not None:
+            batch = self._sample_queue(batch_size, beta, timeout, limits, device, at_least)
+        else:
+            batch = self._sampler.draw(batch_size, beta, timeout, Wait, limits)
+            if batch_size > self._enough:
+                self._look_for_copies(batch_size)
+        self._sampler.warn_of_budget(checked, batch)
         return batch if device is None else batch.to(device)
 
     def gather(self, keys: Any, missing: Missing = "drop") -> ReplayBatch:
@@ -564,7 +612,7 @@ class ReplayBuffer(HeldRows, Queue, Replay):
             return f"ReplayBuffer({named}closed)"
         stats, names = self._segment.stats(), ", ".join("/".join(path) for path in self._config.fields)
         return (
-            f"ReplayBuffer({named}{stats['size']:,}/{self.capacity:,} rows, fields: {names}, "
+            f"ReplayBuffer({named}{stats['size']:,}/{self.capacity:,} rows{_fill(stats)}, fields: {names}, "
             f"{self.nbytes / 2**20:,.1f} MiB {'shared' if self.path is None else f'in {self.path}'}, {self.view}, "
             f"{self.sampler}, {self.limiter}, {stats['writers']} writers{', stopped' if stats['stopped'] else ''})"
         )
@@ -748,6 +796,12 @@ class ReplayBuffer(HeldRows, Queue, Replay):
         if self._segment.closed:
             raise RuntimeError(f"{self._config.called} is closed")
         return self
+
+
+def _fill(stats: dict[str, Any]) -> str:
+    """Returns what is to be said of the values of ragged fields, after the rows."""
+    total = stats["ragged_bytes"]
+    return f", {stats['ragged_fill']:.0%} of {total / 2**20:,.1f} MiB for ragged values" if total else ""
 
 
 def local_sampler(buffer: ReplayBuffer) -> LocalSampler:

@@ -18,6 +18,12 @@ def rewriting(config: Config, nonce: int, keys: Any, fields: dict[str, Any]) -> 
     roles, paths = config.view.roles(config.fields), list(config.fields)
     if not fields:
         raise ValueError("rewrite() got no field: give values by the field's name, such as reward=[0.5, 1.0]")
+    for name in config.ragged:
+        if names_field(fields, tuple(name.split("/"))):
+            raise ValueError(
+                f"field {name!r} is Ragged: a value of any length is written once, and stays; discard(keys) drops the "
+                f"row, and another may be written"
+            )
     if roles is not None:
         if isinstance(keys, dict):
             raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 SUBJECTS: tuple[tuple[str, Sequence[str]], ...] = (
     ("held", ("size", "capacity", "nbytes", "drawable")),
+    ("values of any length", ("ragged_bytes", "ragged_fill")),
     ("written", ("rows_written", "inserted", "dropped_rows", "evicted_unsampled", "last_write_age")),
     ("drawn", ("sampled", "draws", "redraws", "samples_per_insert", "staleness")),
     ("fed back", ("updated", "stale_updates", "unready_updates", "priority_change")),
@@ -31,6 +32,9 @@ class Stats:
         capacity: Rows that fit.
         nbytes: Bytes of shared memory, or of the file.
         drawable: Items that can be drawn now.
+        ragged_bytes: Bytes for the values of ragged fields; 0: there are none.
+        ragged_fill: Share of these that rows take, from the oldest row on. Where it is 1 and `size` is less than
+            `capacity`, bytes are the smaller measure: the oldest rows go before all slots are used.
         inserted: Items that ever became drawable: a learner, `stats` or `len` had to look while they were there, or a
             writer under `SamplesPerInsert`. What the ring took back before that is in none of these figures; under
             `Rows()` it is about `rows_written` - `inserted`.
@@ -82,6 +86,8 @@ class Stats:
     capacity: int
     nbytes: int
     drawable: int
+    ragged_bytes: int
+    ragged_fill: float
     inserted: int
     sampled: int
     draws: int

@@ -180,7 +180,8 @@ class Writer(_C.Writer, Closeable):
         if self._segment.stopped:
             raise Stopped(f"{self._config.called} was stopped")
         if waited > STALL_LIMIT:
-            raise ReplayTimeout(f"no slot came free for {STALL_LIMIT:.0f} s: every slot is held by a stopped writer")
+            places = "slot, and no run of pages," if self._config.ragged else "slot"
+            raise ReplayTimeout(f"no {places} came free for {STALL_LIMIT:.0f} s: all are held by stopped writers")
 
     def __enter__(self) -> Writer:
         self._require_open()

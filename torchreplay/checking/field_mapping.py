@@ -10,7 +10,7 @@ import torch
 
 from torchreplay.checking.rollout import Call, Row
 from torchreplay.schema.batch_plan import as_path, names_of
-from torchreplay.schema.spec import Field, Path, flatten, nest
+from torchreplay.schema.spec import Field, Path, fixed_fields, flatten, nest
 from torchreplay.schema.views import Rows
 
 
@@ -26,7 +26,7 @@ class FieldMapping:
     """
 
     def __init__(self, spec: Mapping[str, Any], view: Any, observation_space: Any, seed: int) -> None:
-        self.fields = flatten(spec)
+        self.fields = fixed_fields(flatten(spec), "tr.check")
         self.linked = not isinstance(view, Rows)
         self.reward = as_path(getattr(view, "reward", "reward"))
         self.flags = {name: as_path(getattr(view, name, name)) for name in ("terminated", "truncated")}

@@ -68,6 +68,7 @@ def save(segment: _C.Segment, config: Config, directory: str | os.PathLike[str])
         CheckpointError: It is being restored.
         MemoryError: There is too little memory to save with; nothing was written.
     """
+    config.fixed_fields("save()")
     packing = _Packing(config)
     rooms = _rooms(WRITES + 1, packing.room_bytes, "saving the replay buffer", segment.nbytes)
 

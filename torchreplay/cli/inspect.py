@@ -66,6 +66,8 @@ def _lines(card: Card) -> dict[str, str]:
         "limiter": card.limiter,
         "seed": str(card.seed),
     }
+    if card.ragged_bytes:
+        lines["ragged"] = f"{size_text(card.ragged_bytes)} for values of any length"
     if card.name is not None:
         lines = {"name": card.name} | lines
     if card.dropped_rows:
@@ -80,8 +82,13 @@ def _field_table(card: Card) -> Table:
     table.add_column("dtype")
     table.add_column("bytes", justify="right")
     for field in card.fields:
-        table.add_row(escape(field.name), str(list(field.shape)), field.dtype, f"{field.nbytes:,}")
-    table.add_row("a row", "", "", f"{sum(field.nbytes for field in card.fields):,}", style="bold")
+        shape, nbytes = str(list(field.shape)), f"{field.nbytes:,}"
+        if field.ragged:
+            shape = f"[n{''.join(f', {size}' for size in field.shape)}]" + (f" like {field.like}" if field.like else "")
+            nbytes += " x n"
+        table.add_row(escape(field.name), escape(shape), field.dtype, nbytes)
+    fixed = sum(field.nbytes for field in card.fields if not field.ragged)
+    table.add_row("a row", "", "", f"{fixed:,}" + (" and its values" if card.ragged_bytes else ""), style="bold")
     return table
 
 

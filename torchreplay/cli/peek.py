@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -12,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from torchreplay.cli.refusal import Refused, refusals
-from torchreplay.files.images import is_image, pixels, png_writer
+from torchreplay.files.images import as_text, holds_bytes, is_image, picture_kind, pixels, png_writer
 from torchreplay.files.rows import Positions, StoredRows
 from torchreplay.files.source import stored_rows
 
@@ -33,17 +34,22 @@ def command(source: str, count: int, oldest: bool, keys: tuple[int, ...], images
     with refusals():
         rows = stored_rows(source)
         at = _chosen(rows, count, oldest, keys)
-        columns = {name: rows.read(name, at) for name in rows.fields}
+        columns = {name: _read(rows, name, at) for name in rows.fields}
         priorities = rows.priorities(at)
         gone = rows.gone(at)
         if gone.any():
             click.echo(f"{int(gone.sum())} of these rows were overwritten while they were read", err=True)
-        kept = torch.from_numpy(~gone)
-        at = at[~gone]
-        columns, priorities = {name: column[kept] for name, column in columns.items()}, priorities[kept]
+        kept = np.flatnonzero(~gone)
+        at, priorities = at[kept], priorities[kept]
+        columns = {name: [column[int(i)] for i in kept] for name, column in columns.items()}
         _show(Console(highlight=False), rows, at, columns, priorities)
         if images is not None:
             _write_images(rows, at, columns, images)
+
+
+def _read(rows: StoredRows, name: str, at: Positions) -> Sequence[torch.Tensor]:
+    """Returns the value of a field in each of these rows."""
+    return rows.read_ragged(name, at) if name in rows.config.ragged else list(rows.read(name, at))
 
 
 def _chosen(rows: StoredRows, count: int, oldest: bool, keys: tuple[int, ...]) -> Positions:
@@ -59,7 +65,11 @@ def _chosen(rows: StoredRows, count: int, oldest: bool, keys: tuple[int, ...]) -
 
 
 def _show(
-    console: Console, rows: StoredRows, at: Positions, columns: dict[str, torch.Tensor], priorities: torch.Tensor
+    console: Console,
+    rows: StoredRows,
+    at: Positions,
+    columns: Mapping[str, Sequence[torch.Tensor]],
+    priorities: torch.Tensor,
 ) -> None:
     for i, key in enumerate(rows.keys[at].tolist()):
         priority = float(priorities[i])
@@ -67,8 +77,21 @@ def _show(
         console.print(f"[bold]row {key}[/bold]  {item}")
         table = Table.grid(padding=(0, 2))
         for name, column in columns.items():
-            table.add_row(f"  [dim]{escape(name)}[/dim]", _text(column[i]))
+            show = _ragged_text if name in rows.config.ragged else _text
+            table.add_row(f"  [dim]{escape(name)}[/dim]", show(column[i]))
         console.print(table)
+
+
+def _ragged_text(value: torch.Tensor) -> str:
+    """Returns a value of any length in one line: bytes as a picture or as text, where they are such."""
+    if value.dtype == torch.uint8 and value.dim() == 1:
+        content = value.numpy().tobytes()
+        if kind := picture_kind(content):
+            return f"a {kind.upper()} picture  {_dim('uint8', value)}"
+        text = as_text(content)
+        if text is not None:
+            return f"{escape(text)}  {_dim('uint8', value)}"
+    return _text(value) if value.numel() else f"nothing  {_dim(str(value.dtype).removeprefix('torch.'), value)}"
 
 
 def _text(value: torch.Tensor) -> str:
@@ -92,17 +115,29 @@ def _number(value: torch.Tensor) -> str:
     return f"{number:.6g}" if isinstance(number, float) else str(number)
 
 
-def _write_images(rows: StoredRows, at: Positions, columns: dict[str, torch.Tensor], images: Path) -> None:
+def _write_images(rows: StoredRows, at: Positions, columns: Mapping[str, Sequence[torch.Tensor]], images: Path) -> None:
     fields = dict(zip(rows.fields, rows.config.fields.values(), strict=True))
     names = [name for name, field in fields.items() if is_image(field)]
-    if not names:
-        raise Refused(f"no field is an image (uint8 of 2 or 3 dimensions): the fields are {', '.join(fields)}")
+    encoded = [name for name, field in fields.items() if holds_bytes(field)]
+    if not names and not encoded:
+        raise Refused(
+            f"no field is an image (uint8 of 2 or 3 dimensions, or ragged, with JPEG or PNG bytes): the fields are "
+            f"{', '.join(fields)}"
+        )
+    write = None
     try:
-        write = png_writer()
+        write = png_writer() if names else None
     except ImportError as error:
         raise Refused(str(error)) from None
     images.mkdir(parents=True, exist_ok=True)
+    written = 0
     for i, key in enumerate(rows.keys[at].tolist()):
         for name in names:
+            assert write is not None
             write(images / f"{key}-{name.replace('/', '-')}.png", pixels(columns[name][i]))
-    click.echo(f"{len(at) * len(names)} images in {images}")
+        for name in encoded:
+            content = columns[name][i].numpy().tobytes()
+            if kind := picture_kind(content):
+                (images / f"{key}-{name.replace('/', '-')}.{kind}").write_bytes(content)
+                written += 1
+    click.echo(f"{len(at) * len(names) + written} images in {images}")

@@ -26,7 +26,7 @@ def specs_from_env(env: ParallelEnv[Any, Any, Any]) -> dict[str, dict[str, Any]]
     before it is used.
 
     Raises:
-        ValueError: A space's values have no fixed shape.
+        ValueError: A space's values are no arrays.
     """
 
     def spec(agent: Any) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def buffers_for(
         **options: As for a `ReplayBuffer`, the same for all of them.
 
     Raises:
-        ValueError: A space's values have no fixed shape, or an argument of the buffers is out of range.
+        ValueError: A space's values are no arrays, or an argument of the buffers is out of range.
         MemoryError: The machine has too little memory left.
     """
     default: View = Transitions()

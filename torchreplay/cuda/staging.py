@@ -15,7 +15,7 @@ from torchreplay.cuda.copies import DeviceCopies, DeviceCopy, keep_in_children
 from torchreplay.cuda.packing import DRAWN, Packing, batch_of
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
-from torchreplay.schema.spec import Path
+from torchreplay.schema.spec import Path, fixed_fields
 
 SPARE = 3
 """Slots beside those of the batches ordered: copies from them may be under way without anyone waiting."""
@@ -63,7 +63,7 @@ class Staging:
         self._batch_size = batch_size
         self._computes = config.finish is not None
         self._finish = config.finish if prefetch else None
-        self._packing = Packing({**config.outputs(), **DRAWN}, batch_size)
+        self._packing = Packing({**fixed_fields(config.outputs(), "a dataset with device="), **DRAWN}, batch_size)
         self._copies = copies
         self._may_make = prefetch + 1 + SPARE
         self._ordered = deque[Slot]()  # to be drawn into, or drawn, in the order of the batches

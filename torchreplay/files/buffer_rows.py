@@ -14,15 +14,13 @@ from numpy.typing import NDArray
 from torchreplay import _C
 from torchreplay.checkpoint.description import ROW_COLUMNS
 from torchreplay.errors import CheckpointError
+from torchreplay.files.paged_values import BUSY, TICKET_SHIFT, WRITER, PagedValues
 from torchreplay.files.rows import Positions, StoredRows, as_tensor, raw_dtype
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import Limiter, from_native
+from torchreplay.schema.spec import Field
 from torchreplay.segment.segment_file import boot_number, opened_buffer
 
-BUSY: Final = 1
-WRITER: Final = 0xFFFE
-"""Bits of a row's word: it is being written; who wrote it. The key + 1 is above them."""
-KEY_SHIFT: Final = 16
 OFFSETS: Final = {"/priority": 8, "/step": 12, "/link": 16}
 """Of what a row's header holds, in bytes; rows that are not linked have the priority alone."""
 
@@ -68,6 +66,11 @@ class BufferRows(StoredRows):
         order = np.argsort(self.keys, kind="stable")
         self._slots, self.keys = self._slots[order], self.keys[order]
         self._words = words[self._slots]
+        self._paged: PagedValues | None = None
+        if self.config.ragged:
+            self._paged = PagedValues(self._memory, self._regions, self.config.fields, self.config.capacity)
+            there = self._paged.intact(self._slots)
+            self._slots, self.keys, self._words = self._slots[there], self.keys[there], self._words[there]
 
     @property
     def _record(self) -> int:
@@ -82,8 +85,8 @@ class BufferRows(StoredRows):
             return torch.from_numpy(self.keys[at])
         if column in ROW_COLUMNS:
             return torch.from_numpy(self._of_header(column)[slots])
-        number = self.fields.index(column)
-        field = list(self.config.fields.values())[number]
+        fixed = {"/".join(path): f for path, f in self.config.fields.items() if isinstance(f, Field)}
+        number, field = list(fixed).index(column), fixed[column]
         offset, stride = self._regions["fields"][number]
         return as_tensor(self._column(raw_dtype(field.dtype), field.shape, offset, stride)[slots], field.dtype)
 
@@ -91,7 +94,11 @@ class BufferRows(StoredRows):
         """Returns which of these rows were overwritten, or rewritten, since the file was opened."""
         words = self._column(np.dtype(np.uint64), (), self._regions["records"], self._record)
         changed: NDArray[np.bool_] = words[self._slots[at]] != self._words[at]
-        return changed
+        return changed if self._paged is None else changed | ~self._paged.intact(self._slots[at])
+
+    def read_ragged(self, column: str, at: Positions) -> list[torch.Tensor]:
+        """Returns m values `[length, *shape]` of a ragged field: copies, which may be torn where `gone` says so."""
+        return super().read_ragged(column, at) if self._paged is None else self._paged.read(column, self._slots[at])
 
     def state(self) -> str:
         """Returns who uses the file now, or else how it was left, in words."""
@@ -130,7 +137,7 @@ def _is_whole(words: NDArray[np.uint64]) -> NDArray[np.bool_]:
 
 
 def _keys_of(words: NDArray[np.uint64]) -> NDArray[np.int64]:
-    return (words >> KEY_SHIFT).astype(np.int64) - 1
+    return (words >> TICKET_SHIFT).astype(np.int64) - 1
 
 
 def holders_of(path: Path) -> list[int]:

@@ -12,6 +12,7 @@ from torchreplay.files.buffer_rows import BufferRows
 from torchreplay.files.checkpoint_rows import CheckpointRows
 from torchreplay.files.source import stored_rows
 from torchreplay.schema.config import Config
+from torchreplay.schema.spec import Column, Ragged
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +21,19 @@ class FieldCard:
 
     Attributes:
         name: Nested names joined by '/'.
-        shape: Of a row's value.
+        shape: Of a row's value; of a ragged field, of one element of it.
         dtype: Of its elements.
-        nbytes: Of a row's value.
+        nbytes: Of a row's value; of a ragged field, of one element of it.
+        ragged: Whether values have any length.
+        like: The field whose length they have; None: they have their own.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
+    ragged: bool = False
+    like: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,7 @@ class Card:
         view: How rows become items.
         sampler: How items are drawn.
         limiter: Who must wait.
+        ragged_bytes: For the values of ragged fields; 0: there are none.
         fields: In the order of the spec.
     """
 
@@ -83,6 +89,7 @@ class Card:
     view: str
     sampler: str
     limiter: str
+    ragged_bytes: int
     fields: tuple[FieldCard, ...]
 
 
@@ -106,16 +113,19 @@ def card_of(path: str | os.PathLike[str]) -> Card:
         view=str(rows.config.view),
         sampler=str(rows.config.sampler),
         limiter=str(rows.limiter),
+        ragged_bytes=rows.config.ragged_bytes or 0,
         fields=_fields(rows.config),
         **own,
     )
 
 
 def _fields(config: Config) -> tuple[FieldCard, ...]:
-    return tuple(
-        FieldCard("/".join(path), field.shape, str(field.dtype).removeprefix("torch."), field.nbytes)
-        for path, field in config.fields.items()
-    )
+    def card(name: str, field: Column) -> FieldCard:
+        like = field.like if isinstance(field, Ragged) else None
+        dtype = str(field.dtype).removeprefix("torch.")
+        return FieldCard(name, field.shape, dtype, field.nbytes, isinstance(field, Ragged), like)
+
+    return tuple(card("/".join(path), field) for path, field in config.fields.items())
 
 
 def _of_buffer(rows: BufferRows) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class Columns:
 
     def __init__(self, rows: StoredRows) -> None:
         self._rows = rows
+        rows.config.fixed_fields("export")
         fields = {
             name: (field.dtype, field.shape)
             for name, field in zip(rows.fields, rows.config.fields.values(), strict=True)

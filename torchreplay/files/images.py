@@ -10,22 +10,48 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torchreplay.schema.spec import Field
+from torchreplay.schema.spec import Column, Ragged
 
 SMALLEST: Final = 8
 """Pixels that an image has at least each way: smaller arrays are something else."""
 COLOURS: Final = (1, 3, 4)
+MAGICS: Final = {b"\xff\xd8\xff": "jpeg", b"\x89PNG\r\n\x1a\n": "png"}
+"""How the bytes of compressed pictures begin."""
+LONGEST_TEXT: Final = 50
+"""Characters of a text that are shown."""
 
 Png = Callable[[Path, NDArray[np.uint8]], None]
 
 
-def is_image(field: Field) -> bool:
+def is_image(field: Column) -> bool:
     """Returns whether a field holds an image: uint8 `[H, W]`, or that with colours or stacked frames at either end."""
-    if field.dtype != torch.uint8 or len(field.shape) not in (2, 3):
+    if isinstance(field, Ragged) or field.dtype != torch.uint8 or len(field.shape) not in (2, 3):
         return False
     return min(sorted(field.shape)[-2:]) >= SMALLEST and (
         len(field.shape) == 2 or _frames_first(field.shape) is not None
     )
+
+
+def holds_bytes(field: Column) -> bool:
+    """Returns whether the values of a field are bytes of any number: a compressed picture, or a text."""
+    return isinstance(field, Ragged) and field.dtype == torch.uint8 and field.shape == ()
+
+
+def picture_kind(content: bytes) -> str | None:
+    """Returns how the bytes of a compressed picture are called as a file, `"jpeg"` or `"png"`; None for others."""
+    return next((kind for magic, kind in MAGICS.items() if content.startswith(magic)), None)
+
+
+def as_text(content: bytes) -> str | None:
+    """Returns bytes that are UTF-8 as text in quotes, shortened; None where they are none, or nothing."""
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        return None
+    printable = text and all(character.isprintable() or character in "\n\r\t" for character in text)
+    if not printable:
+        return None
+    return repr(text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}...")
 
 
 def pixels(value: torch.Tensor) -> NDArray[np.uint8]:

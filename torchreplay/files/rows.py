@@ -44,6 +44,15 @@ class StoredRows(ABC):
             at: Positions in `keys`, int64 `[m]`.
         """
 
+    def read_ragged(self, column: str, at: Positions) -> list[torch.Tensor]:
+        """Returns m values `[length, *shape]` of a ragged field: copies.
+
+        Args:
+            column: The field's name.
+            at: Positions in `keys`, int64 `[m]`.
+        """
+        raise ValueError(f"{column!r} is no ragged field")
+
     @abstractmethod
     def gone(self, at: Positions) -> NDArray[np.bool_]:
         """Returns bool `[m]`: which of these rows were overwritten, or rewritten, since the file was opened."""
@@ -90,7 +99,8 @@ class StoredRows(ABC):
         link = self.read("/link", everything).numpy()
         for keys in chains(self.keys, link, unfinished):
             at = np.searchsorted(self.keys, keys)
-            rows = [self.read(name, at) for name in self.fields]
+            ragged = self.config.ragged
+            rows = [self.read_ragged(name, at) if name in ragged else self.read(name, at) for name in self.fields]
             if not self.gone(at).any():
                 parts = (row if i in roles.observation else row[1:] for i, row in enumerate(rows))
                 yield nest(dict(zip(self.config.fields, parts, strict=True)))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torchreplay.buffer.episodes import ENDS, FIRST, LINK_BITS
 from torchreplay.files.checkpoint_rows import CheckpointRows
 from torchreplay.files.rows import Positions, StoredRows
+from torchreplay.schema.spec import Ragged
 from torchreplay.segment.progress import track
 
 FLAGS: Final = (1 << LINK_BITS) - 1
@@ -114,7 +115,9 @@ class _Values:
         if not len(at):
             return
         for name, told in zip(self._rows.fields, self._rows.config.fields.values(), strict=True):
-            if told.dtype == torch.bool:
+            if isinstance(told, Ragged):
+                self._look_at_ragged(name, told, at)
+            elif told.dtype == torch.bool:
                 bytes_of = self._rows.read(name, at).view(torch.uint8)
                 self._note("neither True nor False", name, at, (bytes_of > 1).reshape(len(at), -1).any(1).numpy())
             elif told.dtype.is_floating_point:
@@ -124,6 +127,15 @@ class _Values:
                 self._rows.read(name, at)
         leaves = self._rows.read("/leaf", at)
         self._note("no priority", "/leaf", at, ~((leaves >= 0) & leaves.isfinite()).numpy())
+
+    def _look_at_ragged(self, name: str, told: Ragged, at: Positions) -> None:
+        values = self._rows.read_ragged(name, at)
+        if told.dtype == torch.bool:
+            odd = [bool((value.view(torch.uint8) > 1).any()) for value in values]
+            self._note("neither True nor False", name, at, np.array(odd))
+        elif told.dtype.is_floating_point:
+            odd = [not bool(value.isfinite().all()) for value in values]
+            self._note("NaN or infinite", name, at, np.array(odd))
 
     def _note(self, what: str, name: str, at: Positions, odd: NDArray[np.bool_]) -> None:
         odd = odd & ~self._rows.gone(at)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -141,10 +141,12 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             batch may be shorter. Items that come belong to the epoch under way; `len` is that of the items so far.
             Several learners share the epochs, so that each gets a part. Such batches are not staged, and workers of a
             `DataLoader` refuse them.
+        budget: Of ragged fields: the most elements that a batch may have, such as `{"tokens": 65_536}`, as for
+            `ReplayBuffer.sample`. Batches then have `batch_size` items or fewer.
 
     Raises:
-        ValueError: If an argument is of the wrong kind or out of range, there is no such CUDA device, or `epochs` does
-            not go with the sampler, `steps` or `pin`.
+        ValueError: If an argument is of the wrong kind or out of range, there is no such CUDA device, `epochs` does not
+            go with the sampler, `steps` or `pin`, or `budget` names no ragged field.
         TypeError: If `timeout` is neither a number nor a text, which is a ValueError.
 
     Example:
@@ -170,6 +172,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         pin: Pin | None = None,
         *,
         epochs: int | None = None,
+        budget: Mapping[str, int] | None = None,
     ) -> None:
         if not isinstance(buffer, Replay):
             raise ValueError(f"buffer is {type(buffer).__name__}; ReplayDataset needs a ReplayBuffer to draw from")
@@ -183,6 +186,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         self.epochs = None if epochs is None else checked_int("epochs", epochs, 1)
         if epochs is not None:
             self._require_epochs(pin)
+        self.budget = None if budget is None else source_of(buffer).checked_budget(budget)
         self._iteration = Iteration()
 
     def _require_epochs(self, pin: Pin | None) -> None:
@@ -262,6 +266,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             staging,
             last_epoch,
             self._for_others,
+            self.budget,
         )
         stream = source_of(self.buffer).batches(spec)
         try:
@@ -269,6 +274,8 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
                 position += 1
                 here = self._here()
                 here.position, here.stream, here.last_epoch = position, stream, last_epoch
+                if self.budget is not None:
+                    source_of(self.buffer).warn_of_budget(self.budget, batch)
                 yield self._on_device(batch, staging, stream)  # which nobody holds here while its user does
             if self.epochs is not None:
                 here = self._here()

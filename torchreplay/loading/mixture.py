@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torchreplay.buffer.base import MAX_BATCH, Replay, source_of
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.cuda.copies import page_locked
-from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.batch import ReplayBatch, joined_offsets
 from torchreplay.schema.samplers import Normalization, Prioritized
 from torchreplay.validation import as_numbers, column_hint
 
@@ -63,6 +63,9 @@ class Mixture:
         pinned = self._device is not None and self._device.type == "cuda"
         batch = ReplayBatch(_concatenated(parts, pinned))
         batch.source = self._source
+        offsets = joined_offsets(parts)
+        if offsets is not None:
+            batch["offsets"] = offsets
         batch["probability"] *= self._share
         batch["buffer"] = self._which.clone()
         return batch if self._device is None else batch.to(self._device)

@@ -44,6 +44,8 @@ GAUGES: Final = {
     "capacity": "rows that fit",
     "nbytes": "bytes of shared memory, or of the file",
     "drawable": "items that can be drawn now",
+    "ragged_bytes": "bytes for values of any length",
+    "ragged_fill": "share of them that rows take",
     "staleness": "TD errors that came between a batch's draw and its handing out, on average",
     "priority_change": "by how much an applied TD error changed its item's leaf, on average",
     "samples_per_insert": "items drawn for each item inserted",

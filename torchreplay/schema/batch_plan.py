@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchreplay.schema.spec import Field, Path
+from torchreplay.schema.spec import Column, Field, Path, Ragged, to_native
 from torchreplay.validation import checked_instance
 
 
@@ -43,14 +43,22 @@ class BatchPlan:
         discount: The field by which a step is discounted beside `gamma`; None: there is none.
     """
 
-    fields: Mapping[Path, Field]
+    fields: Mapping[Path, Column]
     steps: int
     gamma: float = 1.0
     goal: str = "none"
     share: float = 0.0
     discount: Path | None = None
-    outputs: dict[Path, Field] = field(default_factory=dict)
+    outputs: dict[Path, Column] = field(default_factory=dict)
     native: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    several: set[Path] = field(default_factory=set)
+    """Ragged outputs of which an item has a value for each of several rows."""
+
+    def native_outputs(self) -> list[tuple[Any, ...]]:
+        """Returns the form in which the native core takes the tensors: as `to_native` gives it, and `several`."""
+        return [
+            (*output, output[0] in self.several) if len(output) > 3 else output for output in to_native(self.outputs)
+        ]
 
     @property
     def discount_field(self) -> int:
@@ -71,7 +79,12 @@ class BatchPlan:
             ValueError: Two outputs would have one name.
         """
         source = self.fields[path]
-        self._put(to or path, Field(lead + source.shape, source.dtype))
+        if isinstance(source, Ragged):
+            self._put(to or path, Ragged(source.dtype, source.shape))
+            if lead:
+                self.several.add(to or path)
+        else:
+            self._put(to or path, Field(lead + source.shape, source.dtype))
         self.native.append((kind, list(self.fields).index(path), first, lead[0] if lead else 1, 0))
 
     def add_goal(self, path: Path, achieved: Path, first: int, to: Path) -> None:
@@ -84,7 +97,7 @@ class BatchPlan:
         self._put((name,), Field(lead, dtype))
         self.native.append((kind, 0, 0, lead[0] if lead else 1, 0))
 
-    def _put(self, path: Path, output: Field) -> None:
+    def _put(self, path: Path, output: Column) -> None:
         if any(path[: len(p)] == p or p[: len(path)] == path for p in self.outputs):
             raise ValueError(f"the batch would have two values named {'/'.join(path)!r}: rename the field of that name")
         self.outputs[path] = output
@@ -131,19 +144,19 @@ def check_gamma(gamma: float) -> None:
         raise ValueError(f"gamma is {gamma}: expected 0 to 1")
 
 
-def reward_field(fields: Mapping[Path, Field], name: str, observed: list[Path]) -> Path:
+def reward_field(fields: Mapping[Path, Column], name: str, observed: list[Path]) -> Path:
     """Returns the path of the reward.
 
     Raises:
         ValueError: There is none, it is observed, or of a dtype without fractions.
     """
     path = field_named(fields, "reward", name)
-    if path in observed or not fields[path].dtype.is_floating_point:
+    if path in observed or not isinstance(fields[path], Field) or not fields[path].dtype.is_floating_point:
         raise ValueError(f"reward={name!r} is {fields[path]}: expected a floating dtype, not observed")
     return path
 
 
-def discount_field(fields: Mapping[Path, Field], name: str, reward: Path, observed: list[Path]) -> Path:
+def discount_field(fields: Mapping[Path, Column], name: str, reward: Path, observed: list[Path]) -> Path:
     """Returns the path of the steps' discounts.
 
     Raises:
@@ -152,10 +165,9 @@ def discount_field(fields: Mapping[Path, Field], name: str, reward: Path, observ
     path = field_named(fields, "discount", name)
     if path == reward:
         raise ValueError(f"discount={name!r} is the reward: expected a field of its own")
-    if path in observed or fields[path].shape or not fields[path].dtype.is_floating_point:
-        raise ValueError(
-            f"discount={name!r} is {fields[path]}: expected Field(), or another floating dtype, not observed"
-        )
+    field = fields[path]
+    if path in observed or not isinstance(field, Field) or field.shape or not field.dtype.is_floating_point:
+        raise ValueError(f"discount={name!r} is {field}: expected Field(), or another floating dtype, not observed")
     return path
 
 
@@ -165,7 +177,7 @@ def as_path(name: str) -> Path:
 
 
 def observation_fields(
-    fields: Mapping[Path, Field], observation: str | Iterable[str], role: str = "observation"
+    fields: Mapping[Path, Column], observation: str | Iterable[str], role: str = "observation"
 ) -> list[Path]:
     """Returns the fields that `observation` names, singly or as nested dicts; `role` is what it is called.
 
@@ -181,7 +193,7 @@ def observation_fields(
     return [path for path in fields if any(path[: len(name)] == name for name in names)]
 
 
-def field_named(fields: Mapping[Path, Field], role: str, name: str) -> Path:
+def field_named(fields: Mapping[Path, Column], role: str, name: str) -> Path:
     """Returns the path of the field `name`, which has this role in the view.
 
     Raises:
@@ -194,7 +206,7 @@ def field_named(fields: Mapping[Path, Field], role: str, name: str) -> Path:
 
 
 def roles_of(
-    fields: Mapping[Path, Field],
+    fields: Mapping[Path, Column],
     observation: str | Iterable[str],
     terminated: str,
     truncated: str,
@@ -212,7 +224,8 @@ def roles_of(
         if fields[path] != Field((), torch.bool) or path in observed:
             name = "/".join(path)
             raise ValueError(f"field {name!r} is {fields[path]}: expected Field((), torch.bool), not observed")
-    rewarded = as_path(reward) if as_path(reward) not in observed else None
+    named = as_path(reward)
+    rewarded = named if named not in observed and isinstance(fields.get(named), Field) else None
     return Roles(
         tuple(paths.index(path) for path in observed),
         paths.index(ends[0]),
@@ -226,5 +239,5 @@ def next_path(path: Path) -> Path:
     return (f"next_{path[0]}", *path[1:])
 
 
-def _names(fields: Mapping[Path, Field]) -> str:
+def _names(fields: Mapping[Path, Column]) -> str:
     return ", ".join(repr("/".join(path)) for path in fields)

@@ -8,14 +8,14 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import torch
 
-from torchreplay.schema.spec import Field, Path
+from torchreplay.schema.spec import Column, Path, Ragged
 from torchreplay.validation import checked_choice
 
 Casting: TypeAlias = Literal["same_kind", "unsafe"]
 CASTINGS: tuple[Casting, ...] = get_args(Casting)
 
 
-def cast_values(fields: Mapping[Path, Field], values: dict[str, Any], casting: Any) -> dict[str, Any]:
+def cast_values(fields: Mapping[Path, Column], values: dict[str, Any], casting: Any) -> dict[str, Any]:
     """Returns `values` as `casting` asks for.
 
     Raises:
@@ -27,7 +27,7 @@ def cast_values(fields: Mapping[Path, Field], values: dict[str, Any], casting: A
     return cast_unsafely(fields, values)
 
 
-def cast_unsafely(fields: Mapping[Path, Field], values: Mapping[str, Any], prefix: Path = ()) -> dict[str, Any]:
+def cast_unsafely(fields: Mapping[Path, Column], values: Mapping[str, Any], prefix: Path = ()) -> dict[str, Any]:
     """Returns `values` in the dtypes of `fields`, cast as C does: 1.9 becomes 1, and 300 becomes 44 in uint8.
 
     What is no number, and names that are no field's, stay as they are: the writer refuses them.
@@ -43,8 +43,20 @@ def cast_unsafely(fields: Mapping[Path, Field], values: Mapping[str, Any], prefi
         if isinstance(value, Mapping):
             cast[name] = cast_unsafely(fields, value, path)
         else:
-            cast[name] = _as_dtype(value, fields[path].dtype) if path in fields else value
+            field = fields.get(path)
+            as_dtype = _ragged_as_dtype if isinstance(field, Ragged) else _as_dtype
+            cast[name] = value if field is None else as_dtype(value, field.dtype)
     return cast
+
+
+def _ragged_as_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """Returns the values of a ragged field, each cast by itself: a list of them, (values, lengths), or one."""
+    if isinstance(value, tuple):
+        return (_ragged_as_dtype(value[0], dtype), *value[1:]) if value else value
+    if isinstance(value, list) and any(isinstance(part, list | tuple | np.ndarray | torch.Tensor) for part in value):
+        return [_ragged_as_dtype(part, dtype) for part in value]
+    nothing = isinstance(value, list) and not value  # which says no shape
+    return value if nothing else _as_dtype(value, dtype)
 
 
 def _as_dtype(value: Any, dtype: torch.dtype) -> Any:

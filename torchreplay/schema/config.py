@@ -26,7 +26,20 @@ from torchreplay.schema.samplers import (
     keeps_epochs,
     value_of,
 )
-from torchreplay.schema.spec import Field, Path, Spec, flatten, from_native, nest, to_native
+from torchreplay.schema.spec import (
+    MAX_BYTES,
+    Column,
+    Field,
+    Path,
+    Ragged,
+    Spec,
+    fixed_fields,
+    flatten,
+    from_native,
+    nest,
+    ragged_fields,
+    to_native,
+)
 from torchreplay.schema.views import VIEWS, Rows, View
 from torchreplay.segment.transient import Transient
 from torchreplay.segment.waits import logger
@@ -35,6 +48,10 @@ from torchreplay.validation import checked_int, checked_kind, checked_name
 MAX_CAPACITY = 1 << 31
 MAX_RANKED = 1 << 30
 """Rows of a buffer whose items are found by their ranks: a queue, and draws without replacement."""
+MIN_RAGGED_BYTES = 1024
+"""16 pages of the smallest size: fewer hold no four values of the largest one there may be."""
+LARGEST_SHARE = 4
+"""One value takes at most this part of `ragged_bytes`: a quarter."""
 ROLES: dict[str, tuple[Any, ...]] = {
     "sampler": SAMPLERS,
     "view": VIEWS,
@@ -50,15 +67,16 @@ DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, 
 class Config:
     """The arguments of a `ReplayBuffer`, checked and with defaults filled in.
 
-    `lost_schedule`: beta was a function, and the description has only its value at the start. `name`: what people call
-    the buffer.
+    `ragged_bytes`: for the values of ragged fields, together; None: there are none. `lost_schedule`: beta was a
+    function, and the description has only its value at the start. `name`: what people call the buffer.
     """
 
     capacity: int
-    fields: dict[Path, Field]
+    fields: dict[Path, Column]
     sampler: Sampler
     view: View
     limiter: Limiter
+    ragged_bytes: int | None = None
     lost_schedule: bool = field(default=False, compare=False)
     name: str | None = field(default=None, compare=False)
 
@@ -71,22 +89,25 @@ class Config:
         view: View | None,
         limiter: Limiter | None,
         name: str | None = None,
+        ragged_bytes: int | None = None,
     ) -> Config:
         """Returns the arguments of a buffer, checked.
 
         Raises:
-            ValueError: A bad spec, capacity or name.
+            ValueError: A bad spec, capacity or name; or `ragged_bytes` is missing, too small, or given in vain.
             TypeError: Something else in the place of a sampler, a view, a limiter or a name.
         """
         default_sampler: Sampler = Uniform()
         default_view: View = Rows()
         default_limiter: Limiter = MinSize()
+        capacity, fields = checked_int("capacity", capacity, 1, MAX_CAPACITY), flatten(spec)
         return cls(
-            checked_int("capacity", capacity, 1, MAX_CAPACITY),
-            flatten(spec),
+            capacity,
+            fields,
             checked_kind("sampler", sampler, default_sampler, SAMPLERS),
             checked_kind("view", view, default_view, VIEWS),
             checked_kind("limiter", limiter, default_limiter, (MinSize, SamplesPerInsert)),
+            checked_ragged_bytes(ragged_bytes, fields, capacity),
             name=checked_name("name", name),
         )
 
@@ -100,6 +121,7 @@ class Config:
                 "view": _describe(self.view.as_data() if isinstance(self.view, Hindsight) else self.view),
                 "limiter": _describe(self.limiter),
                 "lost_schedule": self.lost_schedule or _is_code(self.sampler.beta),
+                **({} if self.ragged_bytes is None else {"ragged_bytes": self.ragged_bytes}),
                 **({} if self.name is None else {"name": self.name}),
             }
         )
@@ -113,11 +135,13 @@ class Config:
         """
         try:
             parts = json.loads(text)
-            config = cls(
+            capacity, columns = (
                 checked_int("capacity", parts["capacity"], 1, MAX_CAPACITY),
                 from_native(parts["fields"]),
-                *(_restore(parts[name], kinds) for name, kinds in ROLES.items()),
             )
+            roles: dict[str, Any] = {name: _restore(parts[name], kinds) for name, kinds in ROLES.items()}
+            ragged_bytes = checked_ragged_bytes(parts.get("ragged_bytes"), columns, capacity)
+            config = cls(capacity, columns, **roles, ragged_bytes=ragged_bytes)
             name = checked_name("name", parts.get("name"))
             config = replace(config, lost_schedule=parts.get("lost_schedule") is True, name=name)
             config.view.plan(config.fields)
@@ -126,10 +150,14 @@ class Config:
         return config
 
     def __post_init__(self) -> None:
+        if isinstance(self.sampler, Fifo):
+            self.fixed_fields(f"sampler={self.sampler}")
         rows = self.view.rows_of_an_item
         if self.capacity < rows:
             raise ValueError(f"capacity is {self.capacity}: one item of {self.view} takes {rows} rows")
-        self.view.roles(self.fields)
+        roles = self.view.roles(self.fields)
+        if roles is not None:
+            self._require_apart([list(self.fields)[place] for place in roles.observation])
         by_rank = keeps_epochs(self.sampler) or isinstance(self.sampler, Fifo)
         if by_rank and self.capacity > MAX_RANKED:
             what = "queues" if isinstance(self.sampler, Fifo) else "draws without replacement"
@@ -141,6 +169,27 @@ class Config:
                     f"longer needs; expected Rows(), Transitions(...) or Sequences(...)"
                 )
             self.require_fits(self.limiter)
+
+    @property
+    def ragged(self) -> list[str]:
+        """The names of the fields whose values have any length."""
+        return ragged_fields(self.fields)
+
+    def fixed_fields(self, what: str) -> dict[Path, Field]:
+        """Returns the fields; raises ValueError where there are ragged ones, which `what` does not take."""
+        return fixed_fields(self.fields, what)
+
+    def _require_apart(self, observed: list[Path]) -> None:
+        """Raises ValueError where an observation has the length of a field of steps, or the other way round."""
+        for path, column in self.fields.items():
+            leader = as_path(column.like) if isinstance(column, Ragged) and column.like else path
+            if (path in observed) != (leader in observed):
+                name, other = "/".join(path), "/".join(leader)
+                seen, step = (name, other) if path in observed else (other, name)
+                raise ValueError(
+                    f"field {name!r} is like {other!r}; {seen!r} is an observation of {self.view}, and {step!r} is "
+                    f"of a step: a row that begins an episode has an observation and no step; leave like out"
+                )
 
     def require_fits(self, limiter: Limiter) -> None:
         """Raises ValueError for a limiter that contradicts the sampler."""
@@ -253,14 +302,14 @@ class Config:
         """What computes the rest of a batch that was drawn; None: nothing is left to compute."""
         return self.view.finish if isinstance(self.view, Hindsight) else None
 
-    def outputs(self) -> Mapping[Path, Field]:
+    def outputs(self) -> Mapping[Path, Column]:
         """Returns what a batch consists of, by path, beside what every batch has."""
         plan = self.view.plan(self.fields)
         return self.fields if plan is None else plan.outputs
 
     def shape(self) -> tuple[int, ...]:
-        """Returns how rows become items, and whether it is counted how often they are drawn, for the native core."""
-        return *self.view.native(), int(self.sampler.max_draws is not None)
+        """Returns how rows become items, whether draws are counted, and the bytes for values of any length."""
+        return *self.view.native(), int(self.sampler.max_draws is not None), self.ragged_bytes or 0
 
     def weighting(self) -> tuple[bool, int, float, float, int, float, bool, bool, bool, int, int]:
         """Returns what the native core has to know of the sampler.
@@ -281,6 +330,42 @@ class Config:
         initial = (INITIALS.index(sampler.initial), 1.0) if named else (len(INITIALS), float(sampler.initial))
         weights = NORMALIZATIONS.index(sampler.weights)
         return True, weights, float(sampler.alpha), float(sampler.eps), *initial, False, *no_queue
+
+
+def checked_ragged_bytes(given: Any, fields: Mapping[Path, Column], capacity: int) -> int | None:
+    """Returns the bytes for the values of ragged fields; None where there are none.
+
+    Raises:
+        ValueError: They are missing, given in vain, or too few for one element.
+    """
+    ragged = {name: column for name, column in _named(fields).items() if isinstance(column, Ragged)}
+    names = ", ".join(map(repr, ragged))
+    if not names and given is not None:
+        raise ValueError(
+            f"ragged_bytes is {given!r:.200}, and the spec has no Ragged field: leave it out; fields of one shape need "
+            f"no bytes beside their rows"
+        )
+    if not names:
+        return None
+    if given is None:
+        element = sum(column.nbytes for column in ragged.values())
+        raise ValueError(
+            f"ragged_bytes is missing, and the spec has ragged fields, {names}: expected bytes for all their values "
+            f"together. If those of a row have 1,000 elements, {capacity:,} rows of {element:,} bytes an element need "
+            f"ragged_bytes={capacity * 1000 * element:,}"
+        )
+    found = checked_int("ragged_bytes", given, MIN_RAGGED_BYTES, MAX_BYTES)
+    for name, column in ragged.items():
+        if LARGEST_SHARE * column.nbytes > found:
+            raise ValueError(
+                f"ragged_bytes is {found:,}, and one element of field {name!r} takes {column.nbytes:,} bytes: a value "
+                f"takes at most a quarter; expected at least {LARGEST_SHARE * column.nbytes:,}"
+            )
+    return found
+
+
+def _named(fields: Mapping[Path, Column]) -> dict[str, Column]:
+    return {"/".join(path): column for path, column in fields.items()}
 
 
 def _describe(value: Any) -> Any:

@@ -24,7 +24,7 @@ from torchreplay.schema.batch_plan import (
     reward_field,
     roles_of,
 )
-from torchreplay.schema.spec import Field, Path
+from torchreplay.schema.spec import Column, Path, Ragged
 from torchreplay.validation import as_floats, as_numbers, checked_choice
 
 GoalFunction: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Any]
@@ -126,11 +126,11 @@ class Hindsight:
         """When an item can be drawn, for errors."""
         return "only the steps of an episode that a flag has ended are items"
 
-    def roles(self, fields: Mapping[Path, Field]) -> Roles:
+    def roles(self, fields: Mapping[Path, Column]) -> Roles:
         """Returns the fields' roles; raises ValueError for a spec that does not fit the view."""
         return roles_of(fields, self.observation, self.terminated, self.truncated, self.reward)
 
-    def plan(self, fields: Mapping[Path, Field]) -> BatchPlan:
+    def plan(self, fields: Mapping[Path, Column]) -> BatchPlan:
         """Returns how a batch is built; raises ValueError for a spec that does not fit the view."""
         plan = BatchPlan(fields, 1, self.gamma, self.strategy, self.share)
         observed = observation_fields(fields, self.observation)
@@ -140,6 +140,11 @@ class Hindsight:
         if unseen:
             names = (*names_of(self.observation), *unseen)
             raise ValueError(f"{unseen[0]!r} is not an observation: name it in observation={names!r}")
+        for role, path in (("achieved", achieved), ("desired", desired)):
+            if isinstance(fields[path], Ragged):
+                raise ValueError(
+                    f"{role}={'/'.join(path)!r} is {fields[path]}: expected a Field, as goals have one shape"
+                )
         if fields[achieved] != fields[desired]:
             raise ValueError(
                 f"achieved={self.achieved!r} is {fields[achieved]} and desired={self.desired!r} is {fields[desired]}: "

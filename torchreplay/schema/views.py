@@ -23,7 +23,7 @@ from torchreplay.schema.batch_plan import (
     roles_of,
 )
 from torchreplay.schema.hindsight import Hindsight
-from torchreplay.schema.spec import Field, Path
+from torchreplay.schema.spec import Column, Path
 from torchreplay.validation import as_floats, checked_instance, checked_int
 
 MAX_STEPS = 1 << 20
@@ -44,11 +44,11 @@ class Rows:
         """Returns what decides which items can be drawn, for the native core."""
         return (0, 1, 1, 0, 0, 0)
 
-    def roles(self, fields: Mapping[Path, Field]) -> Roles | None:
+    def roles(self, fields: Mapping[Path, Column]) -> Roles | None:
         """Returns None: rows have no roles."""
         return None
 
-    def plan(self, fields: Mapping[Path, Field]) -> BatchPlan | None:
+    def plan(self, fields: Mapping[Path, Column]) -> BatchPlan | None:
         """Returns None: a batch is made of the fields as they are."""
         return None
 
@@ -145,11 +145,11 @@ class Transitions:
         steps = "1 step" if self.n_step == 1 else f"{self.n_step} steps, fewer where a flag ends the episode"
         return f"an item takes {steps}"
 
-    def roles(self, fields: Mapping[Path, Field]) -> Roles:
+    def roles(self, fields: Mapping[Path, Column]) -> Roles:
         """Returns the fields' roles; raises ValueError for a spec that does not fit the view."""
         return roles_of(fields, self.observation, self.terminated, self.truncated, self.reward)
 
-    def plan(self, fields: Mapping[Path, Field]) -> BatchPlan:
+    def plan(self, fields: Mapping[Path, Column]) -> BatchPlan:
         """Returns how a batch is built; raises ValueError for a spec that does not fit the view."""
         plan = BatchPlan(fields, self.n_step, self.gamma)
         observed = observation_fields(fields, self.observation)
@@ -282,11 +282,11 @@ class Sequences:
         longer = f", but more than the {self.burn_in} of burn_in" if self.burn_in else ""
         return f"a window takes {self._steps} steps, fewer where a flag ends the episode{longer}"
 
-    def roles(self, fields: Mapping[Path, Field]) -> Roles:
+    def roles(self, fields: Mapping[Path, Column]) -> Roles:
         """Returns the fields' roles; raises ValueError for a spec that does not fit the view."""
         return roles_of(fields, self.observation, self.terminated, self.truncated)
 
-    def plan(self, fields: Mapping[Path, Field]) -> BatchPlan:
+    def plan(self, fields: Mapping[Path, Column]) -> BatchPlan:
         """Returns how a batch is built; raises ValueError for a spec that does not fit the view."""
         steps = self._steps
         plan = BatchPlan(fields, steps)

@@ -5,6 +5,7 @@
 
 #include "draw/batch_sampler.h"
 #include "draw/priority_updater.h"
+#include "ragged.h"
 #include "segments.h"
 #include "write/participants.h"
 
@@ -242,6 +243,18 @@ BOOST_AUTO_TEST_CASE(a_learner_that_is_outrun_draws_what_is_there_and_feeds_back
   const Header& h = m->header();
   BOOST_TEST(h.redraws.load() < uint64_t{kBatches} * kItems / 10);
   BOOST_TEST(h.stale_updates < uint64_t{kBatches} * kItems / 5);
+}
+
+BOOST_AUTO_TEST_CASE(where_long_values_fill_their_ring_writers_go_ahead_by_the_rows_that_are_there) {
+  auto m = make_segment(ragged_plan(100'000, 64 * 1000));
+  append_ragged(*m, 1, 50, 0, 60);
+  take_turn(*m);
+  const uint64_t before = m->pace().budget();  // nothing was taken again yet
+  BOOST_TEST(before > 5000U);
+  append_ragged(*m, 1, 1000, 50, 60);
+  take_turn(*m);
+  BOOST_TEST(m->header().rows < 500U);
+  BOOST_TEST(m->pace().budget() == m->header().rows);
 }
 
 BOOST_AUTO_TEST_SUITE_END()

@@ -31,6 +31,13 @@ std::vector<Range> ranges_of(const Layout& l) {
                           {"tree", l.tree, l.tree + PriorityTree::bytes(static_cast<int64_t>(l.capacity))},
                           {"rewrite", l.rewrite, l.rewrite + 16 + l.fields.size()}};
   for (const Field& f : l.fields) r.back().end += f.nbytes;
+  if (!l.ragged.empty()) {
+    r.push_back({"page words", l.pages.words, l.pages.words + l.pages.count * 8});
+    r.push_back({"pages", l.pages.values, l.pages.values + l.pages.count * l.pages.bytes});
+    r.push_back({"runs of rows", l.pages.runs, l.pages.runs + l.capacity * 8});
+    r.push_back({"owners of pages", l.pages.owners, l.pages.owners + l.pages.count * 4});
+    r.push_back({"runs in flight", l.pages.in_flight, l.pages.in_flight + kMaxParticipants * sizeof(RunInFlight)});
+  }
   if (l.view.linked()) r.push_back({"links", l.links, l.links + l.capacity * 8});
   for (uint64_t slot : {uint64_t{0}, l.capacity / 2, l.capacity - 1}) {
     if (slot && slot == l.capacity / 2 && l.capacity <= 2) continue;
@@ -66,6 +73,18 @@ void check_aligned(const Layout& l) {
   }
 }
 
+// Often none.
+std::vector<RaggedField> random_ragged(std::mt19937_64& random) {
+  std::vector<RaggedField> fields;
+  uint32_t groups = 0;
+  for (uint64_t f = random() % 4; f > 0; f--) {
+    const auto group = static_cast<uint32_t>(random() % (groups + 1));
+    groups = std::max(groups, group + 1);
+    fields.push_back({Element::kF32, 4 * (random() % 10), group});
+  }
+  return fields;
+}
+
 Field field(Element e, uint64_t count) { return {e, count * static_cast<uint64_t>(item_size(e))}; }
 
 }  // namespace
@@ -73,7 +92,7 @@ Field field(Element e, uint64_t count) { return {e, count * static_cast<uint64_t
 BOOST_AUTO_TEST_CASE(header_rows_and_table_have_the_documented_sizes) {
   BOOST_TEST(sizeof(RowHeader) == 24U);
   BOOST_TEST(sizeof(Participant) <= 64U);
-  BOOST_TEST(sizeof(Header) <= 4096U);
+  BOOST_TEST(sizeof(Header) <= 4096U - 64U);
   BOOST_TEST(kMaxParticipants <= 1 << 15);
 }
 
@@ -136,10 +155,61 @@ BOOST_AUTO_TEST_CASE(random_layouts_are_aligned_and_nothing_overlaps) {
     for (uint64_t f = random() % 12; f > 0; f--)
       fields.push_back(field(static_cast<Element>(random() % kElements), random() % (random() % 5 ? 20 : 3000)));
     const uint64_t capacity = 1 + random() % (random() % 2 ? 100 : 100'000);
-    const Layout l = make_layout(capacity, fields, {.span = static_cast<uint32_t>(random() % 2)}, random() % 10'000);
+    const Layout l = make_layout(capacity, fields, {.span = static_cast<uint32_t>(random() % 2)}, random() % 10'000,
+                                 random_ragged(random), 1024 + random() % (random() % 2 ? 10'000 : 10'000'000));
     check_apart(l);
     check_aligned(l);
   }
+}
+
+BOOST_AUTO_TEST_CASE(a_segment_without_ragged_fields_is_laid_out_as_before_there_were_any) {
+  const std::vector<Field> fields = {field(Element::kF32, 4), field(Element::kU8, 3000), field(Element::kI64, 1)};
+  const Layout single = make_layout(100, fields, {}, 64);
+  const Layout linked = make_layout(1'000'000, fields, {.span = 3, .claimed = 1}, 700);
+  BOOST_TEST(single.bytes == 593920U);
+  BOOST_TEST(linked.bytes == 3109232640U);
+  BOOST_TEST(single.fixed_fields() == 3U);
+  BOOST_TEST(!single.pages.are_there());
+}
+
+BOOST_AUTO_TEST_CASE(a_run_and_a_length_for_each_group_are_hidden_behind_the_fields) {
+  const Layout l =
+      make_layout(10, {field(Element::kF32, 2), field(Element::kU8, 2000)}, {}, 0,
+                  {{Element::kI32, 4, 0}, {Element::kF32, 4, 0}, {Element::kU8, 1, 1}, {Element::kF32, 12, 0}}, 4096);
+  BOOST_TEST(l.fixed_fields() == 2U);
+  BOOST_TEST(l.pages.run_field == 2U);
+  BOOST_TEST(l.pages.groups == 2U);
+  BOOST_TEST(l.fields.size() == 5U);
+  BOOST_TEST(l.fields[2].nbytes == 8U);
+  for (size_t g : {3, 4}) BOOST_TEST(l.fields[g].nbytes == 4U);
+  BOOST_TEST(l.record_stride == 64U);  // one line: word, priority, 8 bytes of the field, the run, two lengths
+  check_apart(l);
+  check_aligned(l);
+}
+
+BOOST_AUTO_TEST_CASE(pages_are_a_sixteenth_of_the_mean_row) {
+  const auto bytes = [](uint64_t ragged_bytes, uint64_t capacity) {
+    const Layout l = make_layout(capacity, {}, {}, 0, {{Element::kU8, 1, 0}}, ragged_bytes);
+    BOOST_TEST(l.pages.count == ragged_bytes / l.pages.bytes);
+    return l.pages.bytes;
+  };
+  BOOST_TEST(bytes(uint64_t{2} << 30, 20'000) == 4096U);
+  BOOST_TEST(bytes(uint64_t{64} << 20, 1'000'000) == 64U);
+  BOOST_TEST(bytes(16'384'000, 1000) == 1024U);
+  BOOST_TEST(bytes(16'383'999, 1000) == 512U);
+  BOOST_TEST(bytes(1024, 1) == 64U);
+  BOOST_TEST(bytes(1'000'000, 1) == 4096U);
+}
+
+BOOST_AUTO_TEST_CASE(ragged_bytes_out_of_range_and_lengths_of_no_field_are_refused) {
+  const std::vector<RaggedField> one = {{Element::kU8, 1, 0}};
+  for (uint64_t bytes : {uint64_t{0}, uint64_t{1023}, (uint64_t{1} << 46) + 1, kNever})
+    BOOST_CHECK_THROW(make_layout(10, {}, {}, 0, one, bytes), std::invalid_argument);
+  BOOST_CHECK_THROW(make_layout(10, {}, {}, 0, {{Element::kU8, 1, 1}}, 4096), std::invalid_argument);
+  BOOST_CHECK_THROW(make_layout(10, {}, {}, 0, {{Element::kU8, 1, 0}, {Element::kU8, 1, 2}}, 4096),
+                    std::invalid_argument);
+  BOOST_CHECK_THROW(make_layout(10, {}, {}, 0, {{Element::kU8, (uint64_t{1} << 46) + 1, 0}}, 4096),
+                    std::invalid_argument);
 }
 
 BOOST_AUTO_TEST_CASE(one_slot_and_the_largest_capacity_are_laid_out) {
@@ -184,6 +254,11 @@ BOOST_AUTO_TEST_CASE(whatever_two_processes_must_agree_on_changes_the_hash) {
   add("element", make_layout(100, {field(Element::kI32, 4), fields[1]}, {}, 64));
   add("size", make_layout(100, {field(Element::kF32, 3), fields[1]}, {}, 64));
   add("fewer", make_layout(100, {fields[0]}, {}, 64));
+  add("ragged", make_layout(100, fields, {}, 64, {{Element::kI32, 4, 0}, {Element::kF32, 4, 0}}, 8192));
+  add("ragged_bytes", make_layout(100, fields, {}, 64, {{Element::kI32, 4, 0}, {Element::kF32, 4, 0}}, 8256));
+  add("groups", make_layout(100, fields, {}, 64, {{Element::kI32, 4, 0}, {Element::kF32, 4, 1}}, 8192));
+  add("element of a value", make_layout(100, fields, {}, 64, {{Element::kI32, 4, 0}, {Element::kI32, 4, 0}}, 8192));
+  add("size of a value", make_layout(100, fields, {}, 64, {{Element::kI32, 4, 0}, {Element::kF32, 8, 0}}, 8192));
   BOOST_TEST(make_layout(100, fields, {}, 64).hash() == make_layout(100, fields, {}, 64).hash());
 }
 

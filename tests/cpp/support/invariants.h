@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "complete_items.h"
+#include "segment/run.h"
 #include "session/segment_lock.h"
 
 namespace torchreplay::testing {
@@ -49,6 +50,28 @@ inline std::string link_violation(const SegmentMemory& m, const RowSet& rows) {
   for (uint64_t slot = 0; slot < m.capacity(); slot++)
     if (m.links(slot).prev.load() != prev[slot] || m.links(slot).next.load() != next[slot])
       return "links of slot " + std::to_string(slot);
+  return "";
+}
+
+// The first row without all its pages, or of which following says something else than its record.
+inline std::string page_violation(const SegmentMemory& m) {
+  const uint64_t pages = m.layout().pages.count, head = m.header().page_head.load();
+  if (m.header().followed != head) return "cursor of the pages";
+  for (uint64_t slot = 0; slot < m.capacity(); slot++) {
+    if (!m.at(slot)) continue;
+    const auto says = [&](const char* what) { return "row of slot " + std::to_string(slot) + ": " + what; };
+    Run run;
+    std::vector<uint32_t> lengths(m.layout().pages.groups);
+    if (!read_run(m, slot, run, lengths.data())) return says("lengths");
+    if (m.run1(slot) != (run.pages ? run.first + 1 : 0)) return says("its run");
+    if (run.pages == 0) continue;
+    if (m.owner1(run.first % pages) != slot + 1) return says("its first page leads elsewhere");
+    if (run.first + pages < head) return says("its first page was issued again");
+    for (uint64_t t = run.first; t < run.first + run.pages; t++) {
+      const uint64_t word = m.page_word(t % pages).load();
+      if (word % 2 || word % 65536 == 0 || word >> 16 != t + 1) return says("a page is not its own");
+    }
+  }
   return "";
 }
 
@@ -101,6 +124,8 @@ inline std::string violation(SegmentMemory& m) {
   if (h.pending != pending) return "count of pending slots";
   if (h.absorbed != h.head.load()) return "cursor";
   if (h.dirty != Dirty::kClean) return "dirty";
+  if (m.layout().pages.count)
+    if (std::string v = page_violation(m); !v.empty()) return v;
   if (m.layout().view.linked())
     if (std::string v = link_violation(m, committed); !v.empty()) return v;
   return tree_violation(tree, h.sampler.initial == Initial::kMaxHeld);

@@ -34,12 +34,15 @@ struct Plan {
   LimiterConfig limiter{};
   uint64_t boot = 0;
   std::string text = "a description";
+  std::vector<RaggedField> ragged = {};
+  uint64_t ragged_bytes = 0;
 };
 
 inline SegmentConfig config_of(const Plan& plan) {
   SegmentConfig config;
-  config.layout =
-      make_layout(plan.capacity, plan.fields, plan.view, config_bytes(plan.fields.size(), plan.text.size()));
+  config.layout = make_layout(plan.capacity, plan.fields, plan.view,
+                              config_bytes(plan.fields.size(), plan.text.size(), plan.ragged.size()), plan.ragged,
+                              plan.ragged_bytes);
   config.sampler = plan.sampler;
   config.limiter = plan.limiter;
   config.nonce = kNonce;

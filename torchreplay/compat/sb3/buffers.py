@@ -52,7 +52,7 @@ class SharedReplayBuffer(SB3ReplayBuffer):
         seed: Of the draws; None: taken from NumPy's generator, which the learner's `seed` sets.
 
     Raises:
-        ValueError: A space's values have no fixed shape, or an argument is out of range.
+        ValueError: A space's values are no arrays of one shape, or an argument is out of range.
         MemoryError: The machine has too little memory left.
     """
 

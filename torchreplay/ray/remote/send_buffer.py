@@ -135,7 +135,8 @@ class SendBuffer:
     """
 
     def __init__(self, config: Config, num_envs: int) -> None:
-        row = sum(field.nbytes for field in config.fields.values()) + 24
+        fields = config.fixed_fields("a writer on another node")
+        row = sum(field.nbytes for field in fields.values()) + 24
         rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // row))
         # A writer takes tickets by the 64, and no more than a quarter of the ring, past what it is admitted.
         capacity = max(8, 2 * rows, config.view.rows_of_an_item)

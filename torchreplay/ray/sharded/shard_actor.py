@@ -22,7 +22,7 @@ from torchreplay.ray.sharded.shard_sampler import Answer, ShardSampler
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import MinSize
 from torchreplay.schema.samplers import Prioritized
-from torchreplay.schema.spec import nest
+from torchreplay.schema.spec import fixed_fields, nest
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.ray_node import ray_node
 
@@ -67,7 +67,7 @@ class Shard:
     def __init__(self, number: int, config: Config, seed: int, limit: int | None) -> None:
         self._config, self._seed, self._limit = config, seed, limit
         self._number, self._cleared = number, 0
-        self._layout = Layout(config.outputs())
+        self._layout = Layout(fixed_fields(config.outputs(), "ShardedReplay"))
         self._executor = ThreadPoolExecutor(1, "torchreplay-shard")
         self._under_way: dict[str, Future[None]] = {}
 

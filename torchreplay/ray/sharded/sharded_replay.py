@@ -108,6 +108,7 @@ class ShardedReplay(Replay):
         self._found(config, capacities, chosen, nodes is None, seed)
 
     def _found(self, config: Config, capacities: list[int], nodes: list[str], anywhere: bool, seed: int) -> None:
+        config.fixed_fields("ShardedReplay")
         nonce = new_nonce()
         if keeps_epochs(config.sampler):
             raise ValueError(

@@ -27,6 +27,7 @@ from torchreplay.ray.sharded.shard_feedback import ShardFeedback
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import Schedule, value_of
+from torchreplay.schema.spec import fixed_fields
 from torchreplay.segment.waits import Wait
 from torchreplay.validation import checked_int
 
@@ -45,7 +46,7 @@ class ShardedSampler(BatchSource):
     def __init__(self, shards: ShardClient, config: Config, seed: int, nonce: int, feedback: ShardFeedback) -> None:
         self.shards, self.seed, self.feedback = shards, seed, feedback
         self.config, self.nonce, self._sampler = config, nonce, config.sampler
-        self._layout = Layout(config.outputs())
+        self._layout = Layout(fixed_fields(config.outputs(), "ShardedReplay"))
         self._complete_when = config.view.complete_when
         self._finish = config.finish
         # Nothing is called under it. So a signal handler, or the collection of a stream, in the same thread comes

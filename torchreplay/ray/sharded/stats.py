@@ -18,7 +18,7 @@ from torchreplay.schema.samplers import Uniform
 
 SUMS: tuple[str, ...] = ("size", "nbytes", "drawable", "updated", "stale_updates", "unready_updates", "redraws")
 SUMS += ("evicted_unsampled", "priority_total", "writers", "rows_written", "dropped_rows", "insert_wait")
-SUMS += ("held_items", "dropped_items")
+SUMS += ("held_items", "dropped_items", "ragged_bytes")
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,7 @@ def summed(
         draws=limiter.steps,
         learners=limiter.learners,
         staleness=0.0,
+        ragged_fill=sum(stats.ragged_fill * stats.ragged_bytes for stats in each) / max(1, values["ragged_bytes"]),
         insert_wait_share=sum(stats.insert_wait_share * stats.writers for stats in each) / max(1, values["writers"]),
         sample_wait=waited,
         sample_wait_share=share,
