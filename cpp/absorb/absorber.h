@@ -22,6 +22,8 @@ class Absorber {
         linked_(m.layout().view.linked()),
         is_queue_(Claims::are_kept(header_)),
         counts_draws_(DrawCounts::are_kept(header_)),
+        has_pages_(m.has_pages()),
+        keeps_more_(is_queue_ || counts_draws_ || has_pages_),
         tree_(m.tree()),
         leaves_(tree_),
         initial_(header_, tree_),
@@ -31,7 +33,6 @@ class Absorber {
         claims_(m),
         counts_(m),
         places_(m),
-        has_pages_(m.has_pages()),
         pages_(m) {}
 
   // Most slots visited while the mutex is held in one piece.
@@ -51,7 +52,7 @@ class Absorber {
     kill_fence();
     if (from < head) {
       const uint64_t to = std::min(head, from + kChunk);
-      for (uint64_t key = from; key < to; key++) sync(memory_.slot_of(key), key);
+      keeps_more_ ? sync_all<true>(from, to) : sync_all<false>(from, to);
       TORCHREPLAY_FAULT("absorb.synced");
       leaves_.flush();
       TORCHREPLAY_FAULT("absorb.flushed");
@@ -164,21 +165,30 @@ class Absorber {
   }
 
  private:
+  // kMore: false where nothing is kept of rows and items that most segments do not keep. An absorption there takes a
+  // fifth less without the questions.
+  template <bool kMore>
+  void sync_all(uint64_t from, uint64_t to) {
+    for (uint64_t key = from; key < to; key++) sync<kMore>(memory_.slot_of(key), key);
+  }
+
   void sync_below(uint64_t slot, uint64_t head) {
     if (slot < head) sync(slot, head - 1 - (head - 1 - slot) % memory_.capacity());
   }
 
   // `newest`: the newest ticket issued for this slot, below the head of this absorption.
+  template <bool kMore = true>
   void sync(uint64_t slot, uint64_t newest) {
     RowHeader& row = memory_.row(slot);
     uint64_t& at = memory_.at(slot);
     const uint64_t word = row.word.load(std::memory_order_acquire);
     // In a queue no row stays that stands for an older ticket, since order is by key.
-    const uint64_t stands1 = std::max(is_queue_ ? places_.kept1(slot) : 0, slot_word::key1(word));
-    const bool passed = is_queue_ && stands1 < newest + 1;
-    if (at && (passed || is_gone(at, word))) evict(slot, at);
+    const bool in_queue = kMore && is_queue_;
+    const uint64_t stands1 = std::max(in_queue ? places_.kept1(slot) : 0, slot_word::key1(word));
+    const bool passed = in_queue && stands1 < newest + 1;
+    if (at && (passed || is_gone(at, word))) evict<kMore>(slot, at);
     bool pending = slot_word::is_busy(word) || stands1 < newest + 1;
-    if (!at && slot_word::is_row(word) && !passed) pending |= !adopt(slot, at, word);
+    if (!at && slot_word::is_row(word) && !passed) pending |= !adopt<kMore>(slot, at, word);
     kill_fence();
     pending_.assign(slot, pending);
     TORCHREPLAY_FAULT("sync.done");
@@ -198,14 +208,16 @@ class Absorber {
 
   // Leaves first, for the links lead to them; `at` last: a crash in between must never hand the old row's priority to
   // the new one. If it is found half done, it can be done again.
+  template <bool kMore = true>
   void evict(uint64_t slot, uint64_t& at) {
-    retire(slot);
+    retire<kMore>(slot);
     TORCHREPLAY_FAULT("evict.leaf");
     if (linked_) {
-      streams_.each_item_with(slot, [&](uint64_t anchor) { retire(anchor); });
+      streams_.each_item_with(slot, [&](uint64_t anchor) { retire<kMore>(anchor); });
       TORCHREPLAY_FAULT("evict.items");
       // In a queue the row before may stay for longer, and must not be taken for the last one there is.
-      if (const uint64_t before = streams_.prev(slot); is_queue_ && before != kNoSlot) claims_.close_stream(before);
+      if (const uint64_t before = streams_.prev(slot); kMore && is_queue_ && before != kNoSlot)
+        claims_.close_stream(before);
       kill_fence();
       streams_.unlink(slot);
     }
@@ -213,31 +225,34 @@ class Absorber {
     kill_fence();
     at = 0;
     TORCHREPLAY_FAULT("evict.at");
-    if (is_queue_) claims_.end_row(slot);  // after `at`, or a death in between would make a done item new again
-    if (counts_draws_) counts_.begin(slot);
+    if (kMore && is_queue_)
+      claims_.end_row(slot);  // after `at`, or a death in between would make a done item new again
+    if (kMore && counts_draws_) counts_.begin(slot);
     header_.rows--;
     TORCHREPLAY_FAULT("evict.rows");
   }
 
   // The item anchored at a slot, if there is one, can be drawn no more.
+  template <bool kMore = true>
   void retire(uint64_t anchor) {
     const bool drawable = tree_.leaf(static_cast<int64_t>(anchor)) > 0;
     header_.evicted_unsampled += drawable && !drawn_.contains(anchor);
-    if (is_queue_) {
+    if (kMore && is_queue_) {
       header_.dropped_items += drawable;
       claims_.end_item(anchor);
     }
-    if (counts_draws_) counts_.end_item(anchor);
+    if (kMore && counts_draws_) counts_.end_item(anchor);
     leaves_.set(anchor, 0);
   }
 
   // False when the row has to wait: it is being overwritten right now, or comes before its predecessor, or its pages
   // were issued after this absorption has looked. One whose pages were issued again is no row any more.
+  template <bool kMore>
   bool adopt(uint64_t slot, uint64_t& at, uint64_t word) {
     RowFacts row;
     if (!read_facts(memory_, slot, word, row)) return false;
     Run run;
-    if (has_pages_) {
+    if (kMore && has_pages_) {
       const PageFollower::Fate fate = pages_.look(slot, word, run);
       adopted_ += fate == PageFollower::Fate::kGone;  // rows that wait for it may go on
       if (fate != PageFollower::Fate::kHeld) return fate == PageFollower::Fate::kGone;
@@ -249,9 +264,9 @@ class Absorber {
       return false;
     }
     TORCHREPLAY_FAULT("adopt.facts");
-    if (is_queue_) claims_.begin(slot, word);
-    if (counts_draws_) counts_.begin(slot);
-    if (has_pages_) pages_.adopt(slot, run);
+    if (kMore && is_queue_) claims_.begin(slot, word);
+    if (kMore && counts_draws_) counts_.begin(slot);
+    if (kMore && has_pages_) pages_.adopt(slot, run);
     kill_fence();
     at = slot_word::key1(word);
     TORCHREPLAY_FAULT("adopt.at");
@@ -259,32 +274,34 @@ class Absorber {
     header_.rows++;
     TORCHREPLAY_FAULT("adopt.rows");
     adopted_++;
-    connect(slot, row, before);
+    connect<kMore>(slot, row, before);
     return true;
   }
 
   // Links an adopted row with its predecessor, and makes the items drawable that it completes. What is done already
   // stays.
+  template <bool kMore = true>
   void connect(uint64_t slot, const RowFacts& row, uint64_t before) {
-    if (!linked_) return complete(slot, row.priority);
+    if (!linked_) return complete<kMore>(slot, row.priority);
     if (before != kNoSlot) join(before, slot, row);
     TORCHREPLAY_FAULT("adopt.linked");
-    streams_.each_completed_by(slot, row, [&](uint64_t anchor, float priority) { complete(anchor, priority); });
+    streams_.each_completed_by(slot, row, [&](uint64_t anchor, float priority) { complete<kMore>(anchor, priority); });
   }
 
   void join(uint64_t before, uint64_t slot, const RowFacts& row) {
     streams_.follows(row) ? streams_.link(before, slot) : claims_.close_stream(before);
   }
 
+  template <bool kMore = true>
   void complete(uint64_t anchor, float priority) {
     if (tree_.leaf(static_cast<int64_t>(anchor)) > 0 || is_discarded(memory_, anchor)) return;
-    if (is_queue_) {
+    if (kMore && is_queue_) {
       if (!claims_.of(anchor).is_untouched()) return;
       claims_.arrive(anchor);
     }
-    if (counts_draws_ && counts_.is_used_up(anchor)) return;
+    if (kMore && counts_draws_ && counts_.is_used_up(anchor)) return;
     drawn_.clear(anchor);
-    leaves_.set(anchor, is_queue_ ? places_.leaf(anchor) : initial_.of(priority));
+    leaves_.set(anchor, kMore && is_queue_ ? places_.leaf(anchor) : initial_.of(priority));
     TORCHREPLAY_FAULT("complete.leaf");
     header_.inserted++;
     TORCHREPLAY_FAULT("complete.counted");
@@ -293,7 +310,8 @@ class Absorber {
 
   SegmentMemory& memory_;
   Header& header_;
-  bool linked_, is_queue_, counts_draws_;
+  bool linked_, is_queue_, counts_draws_, has_pages_;
+  bool keeps_more_;  // of rows or items, than most segments do
   PriorityTree tree_;
   LeafChanges leaves_;
   InitialLeaf initial_;
@@ -303,7 +321,6 @@ class Absorber {
   Claims claims_;
   DrawCounts counts_;
   Places places_;
-  bool has_pages_;
   PageFollower pages_;
   uint64_t head_ = 0;  // of the running absorption
   uint64_t adopted_ = 0, deferred_ = 0;
