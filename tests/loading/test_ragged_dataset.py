@@ -68,6 +68,9 @@ def test_an_epoch_has_every_item_once_also_within_a_budget():
             assert sorted(n for batch in batches for n in batch["n"].tolist()) == list(range(100))
             for batch in batches:
                 assert_whole(batch)
+        assert len(tr.ReplayDataset(buffer, 16, epochs=1)) == 7
+        with pytest.raises(TypeError, match="the lengths of values decide"):
+            len(tr.ReplayDataset(buffer, 16, epochs=1, budget={"tokens": 200}))
 
 
 @pytest.mark.parametrize(
