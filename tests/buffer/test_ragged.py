@@ -5,12 +5,16 @@ import multiprocessing
 import re
 import warnings
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 from ragged_model import RaggedModel, random_values, split
 
 import torchreplay as tr
+from torchreplay.buffer.replay_buffer import local_sampler
+from torchreplay.ops import Ring
+from torchreplay.ray.remote.send_buffer import SendBuffer
 from torchreplay.schema.spec import ELEMENTS, Ragged
 
 TOKENS = {
@@ -376,12 +380,55 @@ def test_what_takes_fields_of_one_shape_only_says_so(buffer, tmp_path):
     assert buffer.gather([0])["reward"].tolist() == [5.0]
     assert set(buffer.storage) == {"reward", "prompt"}
     assert buffer.storage["prompt"][0] == 7
-    from torchreplay.ops import Ring
 
-    with pytest.raises(
-        ValueError, match=r"torchreplay\.ops takes fields of one shape only, and 'tokens', .* are Ragged"
-    ):
-        Ring(buffer)
+
+def test_parts_that_know_fields_of_one_shape_alone_refuse_others_with_their_names(buffer, tmp_path):
+    buffer.writer().append(**row())
+    calls = {
+        "torchreplay.ops": lambda: Ring(buffer),
+        "save()": lambda: buffer.save(tmp_path / "checkpoint"),
+        "copy()": buffer.copy,
+        "a writer on another node": lambda: SendBuffer(local_sampler(buffer).config, 1),
+        "tr.check": lambda: tr.check(gymnasium.make("CartPole-v1"), buffer),
+        "sampler=Fifo": lambda: tr.ReplayBuffer(TOKENS, 10, ragged_bytes=4096, sampler=tr.Fifo()),
+    }
+    for what, call in calls.items():
+        message = (
+            f"{re.escape(what)}.* takes fields of one shape only, and 'tokens', 'logprob', 'picture', 'points' are Rag"
+        )
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert not (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.parametrize("turns", [0, 3])
+def test_a_file_has_the_same_rows_when_it_is_opened_again(tmp_path, turns):
+    random, path = np.random.default_rng(0), tmp_path / "rows.bin"
+    model = RaggedModel(TOKENS, 20, 16_384)
+
+    def write(made, rows):
+        for _ in range(rows):
+            values = random_values(random, TOKENS, 30)
+            made.writer().append(**values)
+            model.append(values)
+
+    with tr.ReplayBuffer(TOKENS, 20, ragged_bytes=16_384, path=path) as made:
+        write(made, 10 + 30 * turns)
+    for _ in range(2):
+        with tr.ReplayBuffer.open(path) as made:
+            assert made.spec == TOKENS
+            compare(made, model, random)
+            write(made, 7)
+            compare(made, model, random)
+
+
+def test_rows_leave_after_so_many_draws_and_come_once_an_epoch():
+    for sampler in (tr.Uniform(max_draws=1), tr.Uniform(replacement=False)):
+        with tr.ReplayBuffer({"x": Ragged(torch.int32)}, 30, ragged_bytes=1 << 14, sampler=sampler) as made:
+            made.extend(x=[[n] * n for n in range(30)])
+            seen = [part.tolist() for _ in range(3) for part in split(made.sample(10), "x")]
+            assert sorted(map(len, seen)) == list(range(30))
+            assert all(part == [len(part)] * len(part) for part in seen)
 
 
 def test_the_figures_have_both_measures(buffer):

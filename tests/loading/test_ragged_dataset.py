@@ -68,6 +68,9 @@ def test_an_epoch_has_every_item_once_also_within_a_budget():
             assert sorted(n for batch in batches for n in batch["n"].tolist()) == list(range(100))
             for batch in batches:
                 assert_whole(batch)
+        assert len(tr.ReplayDataset(buffer, 16, epochs=1)) == 7
+        with pytest.raises(TypeError, match="the lengths of values decide"):
+            len(tr.ReplayDataset(buffer, 16, epochs=1, budget={"tokens": 200}))
 
 
 @pytest.mark.parametrize(
@@ -111,15 +114,17 @@ def test_buffers_mix_into_one_batch_whose_offsets_go_on():
             dataset.update_priorities(batch, torch.ones(16))
 
 
-def test_a_dataset_goes_on_where_its_state_says():
+@pytest.mark.parametrize("budget", [None, {"tokens": 200}], ids=str)
+def test_a_dataset_goes_on_where_its_state_says(budget):
     with filled(100, seed=5) as one, filled(100, seed=5) as other:
-        dataset = tr.ReplayDataset(one, 16)
+        dataset = tr.ReplayDataset(one, 16, budget=budget)
         stream = iter(dataset)
         for _ in range(3):
             next(stream)
         state = dataset.state_dict()
+        assert all(len(drawn["key"]) <= 16 for drawn in state["drawn"])
         expected = [next(stream) for _ in range(4)]
-        again = tr.ReplayDataset(other, 16)
+        again = tr.ReplayDataset(other, 16, budget=budget)
         again.load_state_dict(state)
         for batch, wanted in zip(again, expected, strict=False):
             assert torch.equal(batch["key"], wanted["key"])

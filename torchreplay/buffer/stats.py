@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 SUBJECTS: tuple[tuple[str, Sequence[str]], ...] = (
     ("held", ("size", "capacity", "nbytes", "drawable")),
-    ("values of any length", ("ragged_bytes", "ragged_fill")),
     ("written", ("rows_written", "inserted", "dropped_rows", "evicted_unsampled", "last_write_age")),
     ("drawn", ("sampled", "draws", "redraws", "samples_per_insert", "staleness")),
     ("fed back", ("updated", "stale_updates", "unready_updates", "priority_change")),
@@ -18,6 +17,9 @@ SUBJECTS: tuple[tuple[str, Sequence[str]], ...] = (
     ("running", ("writers", "learners", "stopped")),
 )
 """The figures by subject, as `print` shows them."""
+
+RAGGED: tuple[str, Sequence[str]] = ("ragged", ("ragged_bytes", "ragged_fill"))
+"""Those of ragged fields, which are shown where there are any."""
 
 NOTICEABLE = 0.05
 """Share of its time from which on a side counts as waiting."""
@@ -141,9 +143,11 @@ class Stats:
 
     def __str__(self) -> str:
         """Returns the figures by subject, a line each."""
-        names = [name for _, part in SUBJECTS for name in part]
+        names = [name for _, part in (*SUBJECTS, RAGGED) for name in part]
         rest = [name for name in self.as_dict() if name not in names]
-        subjects = [*SUBJECTS, *([("shards", rest)] if rest else [])]
+        held, *others = SUBJECTS
+        ragged = [RAGGED] if self.ragged_bytes else []
+        subjects = [held, *ragged, *others, *([("shards", rest)] if rest else [])]
         width = max(len(subject) for subject, _ in subjects)
         return "\n".join(
             f"{subject:<{width}}  {', '.join(f'{name} {_text(getattr(self, name))}' for name in part)}"

@@ -206,10 +206,15 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         With `epochs` it counts the items that were there when the iteration began.
 
         Raises:
-            TypeError: If the stream is endless; this is how loaders learn that there is no length.
+            TypeError: If the stream is endless; this is how loaders learn that there is no length. Or it has
+                `epochs` and a `budget`: then the lengths of the values decide.
         """
         if self.epochs is None:
             return super().__len__()
+        if self.budget is not None:
+            raise TypeError(
+                "the dataset has epochs and a budget: how many batches it has, the lengths of values decide"
+            )
         here = self._here()
         if here.length is None:
             return here.resume_at + len(here.drawn) + self._next_epochs(begin=False)[1]
@@ -442,7 +447,8 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
 
     def _is_size(self, n: int) -> bool:
         """Returns whether a batch may have so many items."""
-        return n == self.batch_size or (self.epochs is not None and n < self.batch_size)
+        shorter = self.epochs is not None or self.budget is not None
+        return n == self.batch_size or (shorter and n < self.batch_size)
 
     def end(self) -> None:
         """Ends the iteration under way: its thread, and the draws that were not handed out."""

@@ -265,7 +265,8 @@ def _columns_of(value: Any, path: Path) -> Iterator[tuple[Path, Column]]:
 
 def _refuse(path: Path, value: Any) -> NoReturn:
     raise ValueError(
-        f"field {'/'.join(path)!r} is {value!r:.200}: expected torchreplay.Field(shape, dtype), or a dict of them"
+        f"field {'/'.join(path)!r} is {value!r:.200}: expected torchreplay.Field(shape, dtype), "
+        f"torchreplay.Ragged(dtype), or a dict of them"
         f"{_advice(value)}"
     )
 
