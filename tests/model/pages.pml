@@ -36,7 +36,10 @@
 #define NUMBER(c)  ((c) % 4)
 #define SIZE(c)    (((c) / 4 == 1 -> SIZES1 : ((c) / 4 == 2 -> SIZES2 : SIZES3)) >> (2 * NUMBER(c)) & 3)
 
-/* A run does not go over the end of the ring: it skips to the start. */
+/* A run does not go over the end of the ring: it skips to the start. Nor is one begun that would meet a busy page: the
+ * tickets before it are skipped as well. */
+#define MEETS_BUSY(h, n)  (BUSY(page_word[(h) % PAGES]) || ((n) == 2 && BUSY(page_word[((h) + 1) % PAGES])))
+#define ROOM_FROM(h)  (START(h, size) + size <= page_limit && !MEETS_BUSY(START(h, size), size))
 #define START(h, n)  ((h) % PAGES + (n) > PAGES -> (h) + PAGES - (h) % PAGES : (h))
 
 /* What is under the mutex alone is one step, unless its holder may be killed in between. */
@@ -330,7 +333,14 @@ inline take_run() {
   :: f1 == 0 ->
      /* Says what it takes before it takes it: no ticket is one that nobody speaks of. */
      atomic {
+       seen = page_head;
        h = START(page_head, size);
+#if !defined(WAITBUSY) && !defined(STEAL)
+       do
+       :: h + size <= MAXP && MEETS_BUSY(h, size) -> h = START(h + 1, size)
+       :: else -> break
+       od;
+#endif
        if
        :: h + size > MAXP -> break
 #if QUEUE
@@ -343,9 +353,9 @@ inline take_run() {
        fi
      };
 #if QUEUE
-     if :: h == NO -> REST(START(page_head, size) + size <= page_limit); if :: over -> break :: else fi :: else fi;
+     if :: h == NO -> REST(ROOM_FROM(page_head) || ROOM_FROM(page_head + 1) || ROOM_FROM(page_head + 2) || ROOM_FROM(page_head + 3)); if :: over -> break :: else fi :: else fi;
 #endif
-     atomic { if :: h != NO && START(page_head, size) == h -> page_head = h + size; f1 = h + 1 :: else fi; h = 0 };
+     atomic { if :: h != NO && page_head == seen -> page_head = h + size; f1 = h + 1 :: else fi; h = 0; seen = 0 };
 #ifdef SAYLATE
      if :: f1 -> atomic { run1_of[id] = f1; size_of[id] = size } :: else fi
 #endif
@@ -428,7 +438,7 @@ inline commit_row() {
 }
 
 proctype Writer(byte me; byte id; byte rows) {
-  byte g, h, n, f1, t, size;
+  byte g, h, seen, n, f1, t, size;
   bit lost, given_up;
   {
 #ifdef WKILL
@@ -464,7 +474,7 @@ proctype Writer(byte me; byte id; byte rows) {
 #ifdef GOON
              MUST(writers_go_on, n == rows);
 #endif
-             g = 0; n = 0; f1 = 0; t = 0; size = 0; h = 0; given_up = 0; lost = 0 }
+             g = 0; n = 0; f1 = 0; t = 0; size = 0; h = 0; seen = 0; given_up = 0; lost = 0 }
   } unless {
     atomic {
       KILLED(me) || STOPPED(me);
@@ -472,7 +482,7 @@ proctype Writer(byte me; byte id; byte rows) {
 #if QUEUE
       if :: sleeps[me] -> sleeps[me] = 0; quiet-- :: else fi;
 #endif
-      g = 0; n = 0; f1 = 0; t = 0; size = 0; h = 0; given_up = 0; lost = 0
+      g = 0; n = 0; f1 = 0; t = 0; size = 0; h = 0; seen = 0; given_up = 0; lost = 0
     }
   };
   finished++
