@@ -169,7 +169,7 @@ PAGES_NAIVE = {
     "NORECLAIM": (f"ROWS1=1 SIZES1=1 {WRITER_DIES}", "assertion violated no_page_stays_busy"),
     "KEEPBUSY": ("ROWS1=1 SIZES1=1 ROWS2=3 SIZES2=41 MAXT=4 MAXP=8", "assertion violated no_page_stays_busy"),
     "STEAL": ("PAGES=1 ROWS1=1 SIZES1=1 ROWS2=1 SIZES2=1", "assertion violated drawable_has_its_pages"),
-    "WAITBUSY": (ONE_STOPS, "invalid end state"),
+    "WAITBUSY": (ONE_STOPS, "invalid end state (at depth"),
     "NOPAGELIMIT": (PAGES_QUEUE, "assertion violated needed_row_stays"),
     "SAYLATE": (PAGES_QUEUE, "assertion violated needed_row_stays"),
     "LOOKLATE": (PAGES_QUEUE, "assertion violated needed_row_stays"),

@@ -1,9 +1,9 @@
 // Rows with values of any length, and batches of them beside a model: what every row was given, in vectors of vectors.
 #pragma once
 
-#include <boost/test/unit_test.hpp>
-#include <map>
+#include <concepts>
 #include <random>
+#include <stdexcept>
 
 #include "draw/batch_sampler.h"
 #include "segments.h"
@@ -181,7 +181,8 @@ class RaggedDraw {
   Bytes value(size_t output, size_t i) const {
     const RaggedBatch::Lengths& lengths = ragged.lengths[plan.outputs[output].group];
     const uint64_t size = memory_.layout().ragged[plan.outputs[output].field].nbytes;
-    BOOST_REQUIRE(lengths.offsets[i + 1] - lengths.offsets[i] == lengths.lengths[i]);
+    if (lengths.offsets[i + 1] - lengths.offsets[i] != lengths.lengths[i])  // threads cannot share Boost's log
+      throw std::runtime_error("the offsets of a batch are not those of its lengths");
     const char* data = ragged.values[output].data + static_cast<uint64_t>(lengths.offsets[i]) * size;
     return {data, data + static_cast<uint64_t>(lengths.lengths[i]) * size};
   }
