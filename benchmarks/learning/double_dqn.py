@@ -139,11 +139,12 @@ class Explorer:
     Attributes:
         policy: The network that it plays with.
         plays: Whether it is amid an episode.
+        terminated: Episodes that ended before their time was up.
     """
 
     def __init__(self, buffer: tr.ReplayBuffer, seed: int, task: Task = CARTPOLE) -> None:
         self._task, self.policy = task, task.network()
-        self.plays = False
+        self.plays, self.terminated = False, 0
         self._env, self._rng = gym.make(task.env), np.random.default_rng(seed)
         self._env.reset(seed=seed)
         self._writer = buffer.writer()
@@ -160,6 +161,7 @@ class Explorer:
         ends = {"terminated": terminated, "truncated": truncated}
         self._writer.step(obs=self._obs, action=action, reward=self._task.scale * float(reward), **ends)
         self.plays = not (terminated or truncated)
+        self.terminated += terminated
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what its next steps depend on, between two episodes: its generators."""
