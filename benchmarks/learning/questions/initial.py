@@ -109,9 +109,9 @@ def _feed_back(buffer: tr.ReplayBuffer, batch: tr.ReplayBatch, errors: np.ndarra
 
 INITIAL = Question(
     "initial",
-    "What new items start from: the Blind Cliffwalk, explored at random",
+    "What new items start from: the Blind Cliffwalk, from the first reward on",
     "rows in the ring",
-    f"updates of {BATCH_SIZE} rows until solved, from the first reward on",
+    "updates until solved",
     {
         "TD errors as they are": {
             "max_seen": partial(cliffwalk, sampler=MAX_SEEN),
