@@ -21,7 +21,7 @@ LANES = 50
 POOL = 64
 """Prepared rows, chunks or batches that a loop cycles through, so that it does not write the same cache lines again."""
 NOTES = {"sample 256": "stable_baselines3 draws uniformly"}
-MAX_HELD: Initial = "max_held"
+MAX_SEEN: Initial = "max_seen"
 WITH_REPLACEMENT = "with replacement"
 KEPT_BYTES = 128 << 20
 """Memory that the kept batches of one peer may take."""
@@ -55,17 +55,17 @@ def _lines(workload: Workload, peers: Sequence[P], operations: Operations[P], pl
 
 
 def _lines_of_starts(peers: Sequence[PrioritizedPeer], plan: Plan) -> Iterator[Line]:
-    """What it costs that new items start from the largest priority that is held."""
-    sampler = replace(PRIORITIZED, initial=MAX_HELD)
-    held = TorchreplayPeer(SMALL, plan.capacity(SMALL.capacity), sampler, MAX_HELD)
+    """What it costs that new items start from the largest priority that is held, and not the largest ever seen."""
+    sampler = replace(PRIORITIZED, initial=MAX_SEEN)
+    seen = TorchreplayPeer(SMALL, plan.capacity(SMALL.capacity), sampler, MAX_SEEN)
     try:
-        held.fill()
-        pair = [*(peer for peer in peers if peer.name == OURS), held]
+        seen.fill()
+        pair = [*(peer for peer in peers if peer.name == OURS), seen]
         operations = _prioritized_operations(SMALL, SMALL.single_rows(POOL))
         lines = ("update 256", "8 appends + sample + update 256")
-        yield from _lines(SMALL, pair, {f"{name}, {MAX_HELD}": operations[name] for name in lines}, plan)
+        yield from _lines(SMALL, pair, {f"{name}, {MAX_SEEN}": operations[name] for name in lines}, plan)
     finally:
-        held.close()
+        seen.close()
 
 
 def _lines_of_epochs(plan: Plan) -> Iterator[Line]:

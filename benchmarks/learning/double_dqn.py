@@ -129,21 +129,23 @@ class Learner(nn.Module):
 
 
 class Explorer:
-    """Plays CartPole-v1 into a buffer, with the weights that were published last.
+    """Plays a task into a buffer, with the weights that were published last.
 
     Args:
         buffer: To write into.
         seed: Of the environment and of the random actions.
+        task: What it plays.
 
     Attributes:
         policy: The network that it plays with.
         plays: Whether it is amid an episode.
+        terminated: Episodes that ended before their time was up.
     """
 
-    def __init__(self, buffer: tr.ReplayBuffer, seed: int) -> None:
-        self.policy = CARTPOLE.network()
-        self.plays = False
-        self._env, self._rng = gym.make(CARTPOLE.env), np.random.default_rng(seed)
+    def __init__(self, buffer: tr.ReplayBuffer, seed: int, task: Task = CARTPOLE) -> None:
+        self._task, self.policy = task, task.network()
+        self.plays, self.terminated = False, 0
+        self._env, self._rng = gym.make(task.env), np.random.default_rng(seed)
         self._env.reset(seed=seed)
         self._writer = buffer.writer()
         self._obs: np.ndarray
@@ -157,8 +159,9 @@ class Explorer:
         action = act(self.policy, self._obs, EPSILON, self._rng)
         self._obs, reward, terminated, truncated, _ = self._env.step(action)
         ends = {"terminated": terminated, "truncated": truncated}
-        self._writer.step(obs=self._obs, action=action, reward=CARTPOLE.scale * float(reward), **ends)
+        self._writer.step(obs=self._obs, action=action, reward=self._task.scale * float(reward), **ends)
         self.plays = not (terminated or truncated)
+        self.terminated += terminated
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what its next steps depend on, between two episodes: its generators."""

@@ -95,7 +95,8 @@ class BufferAgainstModel(RuleBasedStateMachine):
         spec = {"value": tr.Field((), torch.int64), "pair": {"low": tr.Field((2,), torch.float64)}}
         self.weights = weights
         self.scale, eps = scale, EPS * scale
-        sampler = tr.Prioritized(alpha=alpha, eps=eps, weights=weights) if prioritized else tr.Uniform()
+        proportional = tr.Prioritized(alpha=alpha, eps=eps, weights=weights, initial="max_seen")
+        sampler = proportional if prioritized else tr.Uniform()
         self.buffer = tr.ReplayBuffer(spec, capacity, sampler=sampler, seed=seed)
         self.model = Model(capacity, prioritized, alpha, eps)
         self.writer = self.buffer.writer()

@@ -164,7 +164,7 @@ def test_the_same_seed_and_calls_give_the_same_batches_while_the_scale_changes()
 def test_new_rows_among_ones_learned_from_do_not_take_their_proportions_away():
     # A new row has the largest priority seen, 1.0 at first.
     td, eps = spread(1e-9, 1000, 2.0), 1e-15
-    buffer = learned(td, 1.0, eps)
+    buffer = learned(td, 1.0, eps, initial="max_seen")
     expected = np.append(1.0, td[1:]) + eps
     buffer.extend(index=np.zeros(1, np.int64))
     found = buffer.gather(torch.arange(1, 1001))["probability"].double().numpy()

@@ -5,6 +5,7 @@ import os
 import subprocess
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from benchmarks.learning.__main__ import main
 from benchmarks.learning.apex_peers import NSteps, may_draw
 from benchmarks.learning.cell import Cell, Point
 from benchmarks.learning.plots import draw
+from benchmarks.learning.questions import initial
 from benchmarks.learning.questions.cliffwalk import QTable, memory, play
 from benchmarks.learning.results import Result, collect, path_of, read, write_cell
 from benchmarks.learning.runner import play_missing
@@ -147,6 +149,70 @@ def test_a_gain_is_what_learning_takes_off_the_squared_error():
         before, gain = table.squared, table.gain(transitions[i])
         table.learn(transitions[i])
         assert before - table.squared == pytest.approx(gain, abs=1e-12)
+
+
+def test_a_random_walk_goes_on_from_where_it_was_and_one_of_two_to_the_n_is_rewarded():
+    n, walks, rewards = 6, 0, 0.0
+    state = 0
+    for t in islice(initial.walks(n, np.random.default_rng(3)), 40_000):
+        assert t.state == state
+        assert t.next_state == (n if t.action == 0 or state == n - 1 else state + 1)
+        assert t.reward == (t.action == 1 and state == n - 1)
+        rewards += t.reward
+        walks += t.next_state == n
+        state = t.next_state % n
+    false_alarm = 1e-6
+    low, high = stats.binom.ppf((false_alarm / 2, 1 - false_alarm / 2), walks, 2**-n)
+    assert low <= rewards <= high
+
+
+def test_one_item_of_one_update_gets_the_outlier_which_is_corrected_at_the_next_update(monkeypatch):
+    fed, update_priorities = [], tr.ReplayBuffer.update_priorities
+
+    def spy(buffer, batch, errors):
+        fed.append((batch["key"].tolist(), errors.tolist()))
+        update_priorities(buffer, batch, errors)
+
+    monkeypatch.setattr(tr.ReplayBuffer, "update_priorities", spy)
+    monkeypatch.setattr(initial, "STATES", (6,))
+    (point,) = initial.cliffwalk(1, initial.MAX_HELD, outlier=True)
+    outliers = [(update, key) for update, batch in enumerate(fed, 1) for key, td in zip(*batch, strict=True) if td > 2]
+    ((update, key),) = outliers
+    assert update == initial.OUTLIER_AT
+    assert key in fed[update][0]
+    assert point.x == 256
+    assert 0 < point.y <= len(fed)
+
+
+def test_the_cliffwalk_counts_from_the_first_reward_and_gives_up_after_most_updates(monkeypatch):
+    monkeypatch.setattr(initial, "STATES", (7,))
+    (point,) = initial.cliffwalk(2, tr.Uniform())
+    assert next(iter(initial.cliffwalk(2, tr.Uniform())))[:2] == point[:2]
+    monkeypatch.setattr(initial, "MOST", int(point.y) - 1)
+    assert [late.y for late in initial.cliffwalk(2, tr.Uniform())] == [math.inf]
+
+
+class Episodes:
+    """An environment with Acrobot's spaces: the goal is reached after 10 steps, then not within 25, then after 20."""
+
+    def __init__(self):
+        self.ends = {10: (True, False), 35: (False, True), 55: (True, False)}
+        self.taken = 0
+
+    def reset(self, seed=None):
+        return np.zeros(6, np.float32), {}
+
+    def step(self, action):
+        self.taken += 1
+        return np.full(6, self.taken, np.float32), -1.0, *self.ends.get(self.taken, (False, False)), {}
+
+
+def test_acrobot_counts_the_episodes_in_which_the_goal_was_reached(monkeypatch):
+    for name, value in {"STEPS": 60, "LEARN_FROM": 20, "TOLD_EVERY": 20}.items():
+        monkeypatch.setattr(initial, name, value)
+    monkeypatch.setattr("gymnasium.make", lambda name: Episodes())
+    points = list(initial.acrobot(0, initial.MAX_HELD))
+    assert [point[:2] for point in points] == [(20, 1), (40, 1), (60, 2)]
 
 
 def test_a_picture_is_drawn_of_what_was_played(tmp_path):

@@ -118,6 +118,13 @@ def test_alpha_zero_is_uniform():
     torch.testing.assert_close(buffer.sample(8)["probability"], torch.full((8,), 0.25))
 
 
+def test_new_items_start_from_the_largest_priority_held_unless_initial_says_otherwise():
+    buffer, keys = filled(3, sampler=tr.Prioritized())
+    buffer.update_priorities(keys, torch.tensor([7.0, 2.0, 5.0]))
+    buffer.update_priorities(keys[:1], torch.tensor([3.0]))
+    assert buffer.priorities(buffer.extend(x=[0.0])).item() == pytest.approx(5.0)
+
+
 def test_a_dropped_td_error_does_not_raise_the_initial_priority():
     buffer, keys = filled(2, sampler=tr.Prioritized(alpha=1.0))
     buffer.extend(x=np.zeros(1))
@@ -144,6 +151,19 @@ def test_an_outlier_that_was_corrected_at_once_makes_new_items_likely_for_ever_u
     assert min(share_of_the_newest("max_seen")) > 0.999
     assert share_of_the_newest("max_held") == pytest.approx([0.01] * 200)
     assert share_of_the_newest(0.03) == pytest.approx([0.03 / (0.03 + 99 * 0.01)] * 200, rel=1e-3)
+
+
+@pytest.mark.parametrize(("rows", "falls"), [(32, True), (64, False)])
+def test_the_largest_held_falls_where_a_batch_has_more_items_than_came_since_the_one_before(rows, falls):
+    # Of 64 draws none leaves out one of 33 items that share P = 1: each spans a whole stratum. Of 65 items one is left.
+    buffer, keys = filled(1_000, sampler=tr.Prioritized(alpha=1.0))
+    buffer.update_priorities(keys, torch.full((1_000,), 1e-9))
+    buffer.update_priorities(keys[-1:], torch.tensor([1e4]))
+    for _ in range(5):
+        buffer.extend(x=np.zeros(rows))
+        buffer.update_priorities(buffer.sample(64), torch.full((64,), 1e-9))
+    start = buffer.priorities(buffer.extend(x=np.zeros(1))).item()
+    assert start == pytest.approx(1e-9 if falls else 1e4, rel=1e-6, abs=1e-6)
 
 
 def leaves_of(buffer):

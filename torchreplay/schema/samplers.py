@@ -151,10 +151,10 @@ class Prioritized:
         eps: What is added to |td|, so that no item is lost for ever.
         weights: `"buffer"` divides weights by the largest one of the buffer, the same for every learner; `"batch"` by
             the largest one of the batch; `"none"` leaves them.
-        initial: The priority |td| of new items that are given none. `"max_seen"` is the largest one ever seen, as in
-            the paper: one outlier makes all later items likely until `clear()`, even if it is corrected at once.
-            `"max_held"` is the largest of the items held at that moment; of a `ShardedReplay`, in the item's shard.
-            Both are 1 at first. A number is that priority.
+        initial: The priority |td| of new items that are given none. `"max_held"` is the largest of the items held at
+            that moment; of a `ShardedReplay`, in the item's shard. `"max_seen"` is the largest one ever seen, as in the
+            paper: one outlier makes all later items likely until `clear()`, even if it is corrected at once. Both are 1
+            at first. A number is that priority.
         max_draws: How often an item is handed out, as for `Uniform`. TD errors of items that are used up count
             for nothing, unless their last draw was ahead and goes back: then they have these. A checkpoint keeps which
             items are used up; of the others it counts from 0 again. A file counts on.
@@ -175,7 +175,7 @@ class Prioritized:
     beta: Schedule = 0.4
     eps: float = 1e-6
     weights: Normalization = "buffer"
-    initial: Initial | float = "max_seen"
+    initial: Initial | float = "max_held"
     max_draws: int | None = None
 
     def __post_init__(self) -> None:

@@ -38,13 +38,18 @@ class Transition(NamedTuple):
     next_state: int  # n: the episode has ended
 
 
+def step(n: int, state: int, action: int) -> Transition:
+    """Returns what an action does."""
+    last = state == n - 1
+    return Transition(state, action, float(action and last), state + 1 if action and not last else n)
+
+
 def memory(n: int, rng: np.random.Generator) -> list[Transition]:
     """Returns the transitions of all 2^n sequences of actions, in random order."""
     found = []
     for actions in product((0, 1), repeat=n):
         for state, action in enumerate(actions):
-            last = state == n - 1
-            found.append(Transition(state, action, float(action and last), state + 1 if action and not last else n))
+            found.append(step(n, state, action))
             if not action:
                 break
     return [found[i] for i in rng.permutation(len(found))]

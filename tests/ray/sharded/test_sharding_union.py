@@ -286,7 +286,7 @@ def test_totals_are_learned_with_the_first_batch_and_one_call_a_shard_is_enough_
 
 
 def test_new_rows_count_as_the_largest_priority_seen_in_any_shard(make):
-    shards = make([10, 10], prioritized())
+    shards = make([10, 10], prioritized(initial="max_seen"))
     shards.buffer(0).update_priorities(shards.keys[0], np.full(10, 50.0))
     shards.batch(4, 0)
     largest = max(figures.stats.priority_max for figures in shards.figures.values())

@@ -312,7 +312,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         check_for_update: bool = False,
         **options: Any,
     ) -> None:
-        self._sampler = tr.Prioritized(alpha, eps=eps or float(np.finfo(np.float32).tiny))
+        self._sampler = tr.Prioritized(alpha, eps=eps or float(np.finfo(np.float32).tiny), initial="max_seen")
         self._check, self._drawn_before = check_for_update, 0
         super().__init__(size, env_dict, **options)
 

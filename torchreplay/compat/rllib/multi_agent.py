@@ -370,7 +370,7 @@ class MultiAgentPrioritizedEpisodeReplayBuffer(  # type: ignore[misc]
     def __init__(
         self, capacity: int = 10_000, *, alpha: float = 1.0, beta: float = 0.4, eps: float = 1e-6, **options: Any
     ) -> None:
-        self._prioritized = Prioritized(alpha, beta, eps)
+        self._prioritized = Prioritized(alpha, beta, eps, initial="max_seen")
         super().__init__(capacity, **options)
 
     def _sampler(self) -> Sampler:

@@ -38,7 +38,7 @@ class PrioritizedReplayBuffer(SharedReplayBuffer, TianshouPrioritizedReplayBuffe
         self.options.update(alpha=alpha, beta=beta)
 
     def _sampler(self) -> Sampler:
-        return Prioritized(self._alpha, self._beta_now, EPS)
+        return Prioritized(self._alpha, self._beta_now, EPS, initial="max_seen")
 
     def _batch_of(self, drawn: Any, index: NDArray[Any]) -> Any:
         batch = super()._batch_of(drawn, index)
