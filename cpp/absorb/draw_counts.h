@@ -103,8 +103,10 @@ class DrawCounts {
 
   // How often each item was drawn; 0 of those that are gone.
   std::vector<int64_t> draws_of(const std::vector<int64_t>& keys) const {
-    std::vector<int64_t> draws;
-    for (const int64_t key : keys) draws.push_back(is_there(key) ? static_cast<int64_t>(this->draws(slot_of(key))) : 0);
+    std::vector<int64_t> draws(keys.size());
+    std::ranges::transform(keys, draws.begin(), [this](int64_t key) {
+      return is_there(key) ? static_cast<int64_t>(this->draws(slot_of(key))) : 0;
+    });
     return draws;
   }
 

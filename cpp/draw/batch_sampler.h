@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -81,7 +82,7 @@ class BatchSampler {
         counts_draws_(DrawCounts::are_kept(m.header())),
         copiers_(1) {
     copiers_[0].emplace(m, plan);
-    if (!RaggedPlan::of(m.layout(), plan).outputs.empty()) values_.emplace(m, plan);
+    if (!RaggedPlan::of(m.layout(), plan).outputs.empty()) values_ = std::make_unique<RaggedGather>(m, plan);
   }
 
   // Threads that may share the copies of a large batch.
@@ -622,7 +623,7 @@ class BatchSampler {
   bool failed_are_back_ = false;  // those of todo
   bool has_budget_ = false;       // the draw that is under way
   int threads_ = 1;
-  std::optional<RaggedGather> values_;          // where batches have ragged fields
+  std::unique_ptr<RaggedGather> values_;        // where batches have ragged fields
   std::vector<std::optional<Copier>> copiers_;  // of each thread
   std::vector<Part> parts_;
   uint64_t pending_ = 0;

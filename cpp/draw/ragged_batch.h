@@ -128,6 +128,7 @@ class RaggedBatch {
     bytes_ = 0;
     const auto place = [this](uint64_t bytes) { return std::exchange(bytes_, bytes_ + round_up(bytes, kLine)); };
     std::vector<uint64_t> at;
+    at.reserve(value_bytes.size() + 2 * counts.size());
     for (const uint64_t bytes : value_bytes) at.push_back(place(bytes));
     for (const int64_t count : counts) {
       at.push_back(place(sizeof(int32_t) * (static_cast<uint64_t>(count) + 1)));

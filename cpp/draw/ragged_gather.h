@@ -2,7 +2,7 @@
 #pragma once
 
 #include <algorithm>
-#include <optional>
+#include <memory>
 #include <vector>
 
 #include "draw/item_rows.h"
@@ -18,7 +18,7 @@ class RaggedGather {
   // `plan` as for BatchSampler.
   RaggedGather(SegmentMemory& m, const ItemPlan* plan)
       : memory_(m), plan_(RaggedPlan::of(m.layout(), plan)), groups_(m.layout().pages.groups) {
-    if (plan) paths_.emplace(m, plan->steps);
+    if (plan) paths_ = std::make_unique<Paths>(m, plan->steps);
   }
 
   // Reads where the values lie of the items whose numbers are in `todo`, and how long they are. Leaves in it those that
@@ -276,7 +276,7 @@ class RaggedGather {
   SegmentMemory& memory_;
   RaggedPlan plan_;
   uint32_t groups_;                // of fields of the same length
-  std::optional<Paths> paths_;     // of items of several rows
+  std::unique_ptr<Paths> paths_;   // of items of several rows
   std::vector<Row> rows_;          // of each item those of all windows
   std::vector<uint32_t> lengths_;  // of each row that of each group of fields
   std::vector<Copy> copies_;

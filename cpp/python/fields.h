@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <array>
-#include <optional>
 #include <vector>
 
 #include "python/array_view.h"
@@ -13,15 +12,17 @@ namespace torchreplay::py {
 inline constexpr uint64_t kMaxFieldBytes = uint64_t{1} << 46;
 
 struct FieldSpec {
+  static constexpr size_t kOneSize = SIZE_MAX;
+
   std::string path;  // "obs/image"
   Element element;
   std::vector<int64_t> shape;  // of a ragged field: of one element of a value
   uint64_t nbytes;
-  uint32_t column = 0;         // among those of one size, or the ragged ones: as the layout has them
-  std::optional<size_t> of{};  // of a ragged field: the field whose length its values have, which may be itself
-  bool several = false;        // of a ragged output: an item has values of several rows
+  uint32_t column = 0;   // among those of one size, or the ragged ones: as the layout has them
+  size_t of = kOneSize;  // of a ragged field: the field whose length its values have, which may be itself
+  bool several = false;  // of a ragged output: an item has values of several rows
 
-  bool ragged() const { return of.has_value(); }
+  bool ragged() const { return of != kOneSize; }
 };
 
 // A name of the spec: a field, or a dict of names.
@@ -51,9 +52,9 @@ struct Fields {
     std::vector<RaggedField> columns;
     std::vector<size_t> groups;  // the fields whose lengths are kept, in the order in which they are needed
     for (const size_t f : ragged) {
-      const auto found = std::ranges::find(groups, *specs[f].of);
+      const auto found = std::ranges::find(groups, specs[f].of);
       const auto group = static_cast<uint32_t>(found - groups.begin());
-      if (found == groups.end()) groups.push_back(*specs[f].of);
+      if (found == groups.end()) groups.push_back(specs[f].of);
       columns.push_back({specs[f].element, specs[f].nbytes, group});
     }
     return columns;
@@ -92,7 +93,7 @@ struct Fields {
       f.specs.push_back(std::move(spec));
     }
     for (const size_t r : f.ragged)
-      if (const size_t of = *f.specs[r].of; of >= f.specs.size() || f.specs[of].of != of)
+      if (const size_t of = f.specs[r].of; of >= f.specs.size() || f.specs[of].of != of)
         throw std::invalid_argument("field '" + f.specs[r].path + "' has the length of no ragged field");
     f.ragged_tree = f.pruned(f.tree, [&f](int field) { return f.specs[static_cast<size_t>(field)].ragged(); });
     return f;

@@ -107,7 +107,7 @@ class BatchBuilder {
     value_bytes_ = bytes;
     for (size_t size : {8, 4, 4}) offsets_.push_back(reserve(size * static_cast<size_t>(n)));
     block_ = Block::make(bytes, static_cast<int>(offsets_.size()) + 1);
-    if (!plan.outputs.empty()) ragged_.emplace(plan);
+    if (!plan.outputs.empty()) ragged_ = std::make_unique<RaggedBatch>(plan);
   }
   BatchBuilder(const BatchBuilder&) = delete;
   ~BatchBuilder() {
@@ -117,7 +117,7 @@ class BatchBuilder {
   void point(BatchPointers& out) {
     point_at(out, fields_.specs.size(), value_bytes_, [&](size_t output) { return at(output); });
     if (!ragged_) return;
-    out.ragged = &*ragged_;
+    out.ragged = ragged_.get();
     if (of_items_) return;
     for (size_t c = 0; c < fields_.fixed.size(); c++) out.values[c] = at(fields_.fixed[c]);
     out.values.resize(fields_.fixed.size());
@@ -234,7 +234,7 @@ class BatchBuilder {
   const RaggedPlan& plan_;
   bool of_items_;
   int64_t n_;
-  std::optional<RaggedBatch> ragged_;
+  std::unique_ptr<RaggedBatch> ragged_;
   std::vector<size_t> offsets_;
   size_t value_bytes_ = 0;
   Block* block_;

@@ -285,7 +285,7 @@ class RaggedValues {
   // Where there are any.
   void open(size_t field, PyObject* o, Leading& leading) {
     const FieldSpec& spec = fields_.specs[field];
-    const Ref& lengths = given_[field] ? given_[field] : given_[*spec.of];
+    const Ref& lengths = given_[field] ? given_[field] : given_[spec.of];
     values_[spec.column].open(o, spec, leading, lengths.get(), layout_.pages);
   }
 
@@ -303,13 +303,13 @@ class RaggedValues {
   void check_alike(const std::vector<size_t>& fields) const {
     for (const size_t f : fields) {
       const FieldSpec& spec = fields_.specs[f];
-      if (*spec.of == f) continue;
-      const RaggedValue &own = values_[spec.column], &other = values_[fields_.specs[*spec.of].column];
+      if (spec.of == f) continue;
+      const RaggedValue &own = values_[spec.column], &other = values_[fields_.specs[spec.of].column];
       for (size_t row = 0; row < own.rows(); row++)
         if (own.length(row) != other.length(row))
           throw std::invalid_argument("field '" + spec.path + "': got " + std::to_string(own.length(row)) +
                                       " elements" + (own.rows() > 1 ? " at index " + std::to_string(row) : "") +
-                                      ", and '" + fields_.specs[*spec.of].path + "', whose length they have, " +
+                                      ", and '" + fields_.specs[spec.of].path + "', whose length they have, " +
                                       std::to_string(other.length(row)) + "; nothing was written");
     }
   }

@@ -114,7 +114,7 @@ class RingWriter {
     Header& h = memory_.header();
     const uint64_t patience = std::max<uint64_t>(kMaxChunk, memory_.capacity());
     const std::vector<uint32_t> none(memory_.layout().pages.groups);
-    if (!pages_) pages_.emplace(memory_, static_cast<int>(writer_));
+    PageRing& pages = pages_ ? *pages_ : pages_.emplace(memory_, static_cast<int>(writer_));
     for (uint64_t holes = 0; written < n;) {
       const uint64_t head = h.head.load(std::memory_order_relaxed);
       if (gated_ && h.gate.is_shut(head)) return Append::kGated;
@@ -122,7 +122,7 @@ class RingWriter {
         return head < kMaxKeys ? Append::kLimited : Append::kSpent;
       const uint32_t* lengths = none.data();
       if constexpr (requires { fill.lengths(written); }) lengths = fill.lengths(written);
-      if (const std::optional<Append> obstacle = fill_run(written, lengths, fill)) return *obstacle;
+      if (const std::optional<Append> obstacle = fill_run(pages, written, lengths, fill)) return *obstacle;
       uint64_t key = head, one = 1;
       if (!queued_)
         key = h.head.fetch_add(1, std::memory_order_seq_cst);
@@ -133,10 +133,10 @@ class RingWriter {
       if constexpr (requires { rows.announce(written, key); }) rows.announce(written, key);
       const Fate fate = write(key, slot, rows.meta(written), [&] {
         fill(written, slot);
-        describe_run(slot, lengths);
+        describe_run(slot, pages.run(), lengths);
       });
       if (fate == Fate::kLost) {
-        pages_->abandon();
+        pages.abandon();
         return Append::kLost;
       }
       if (fate == Fate::kHole) {
@@ -145,7 +145,7 @@ class RingWriter {
         continue;
       }
       TORCHREPLAY_FAULT("append.done");
-      if (pages_->run().pages) pages_->forget();
+      if (pages.run().pages) pages.forget();
       rows.commit(written, key);
       keys[written++] = static_cast<int64_t>(key);
       TORCHREPLAY_FAULT("append.committed");
@@ -156,11 +156,11 @@ class RingWriter {
 
   // Ends with the row's values in a run of pages, unless they are there from before or take none.
   template <class Fill>
-  std::optional<Append> fill_run(uint64_t row, const uint32_t* lengths, Fill& fill) {
+  std::optional<Append> fill_run(PageRing& pages, uint64_t row, const uint32_t* lengths, Fill& fill) {
     const Layout& layout = memory_.layout();
     const uint64_t n = pages_of(layout, place_values(layout.ragged, lengths, nullptr));
-    while (n > 0 && pages_->run().pages == 0) {
-      switch (pages_->take(n)) {
+    while (n > 0 && pages.run().pages == 0) {
+      switch (pages.take(n)) {
         case PageRing::Taken::kLimited:
           return Append::kLimited;
         case PageRing::Taken::kStalled:
@@ -170,18 +170,17 @@ class RingWriter {
         case PageRing::Taken::kRun:
           break;
       }
-      if constexpr (requires { fill.run(row, pages_->data()); }) fill.run(row, pages_->data());
+      if constexpr (requires { fill.run(row, pages.data()); }) fill.run(row, pages.data());
       TORCHREPLAY_FAULT("pages.copied");
-      if (!pages_->commit() && !memory_.liveness().holds(static_cast<int>(writer_))) {
-        pages_->abandon();
+      if (!pages.commit() && !memory_.liveness().holds(static_cast<int>(writer_))) {
+        pages.abandon();
         return Append::kLost;
       }
     }
     return {};
   }
 
-  void describe_run(uint64_t slot, const uint32_t* lengths) const {
-    const Run& run = pages_->run();
+  void describe_run(uint64_t slot, const Run& run, const uint32_t* lengths) const {
     __atomic_store_n(memory_.run1_of_row(slot), run.pages ? run.first + 1 : 0, __ATOMIC_RELAXED);
     for (uint32_t g = 0; g < memory_.layout().pages.groups; g++)
       __atomic_store_n(memory_.length_of_row(slot, g), lengths[g], __ATOMIC_RELAXED);
