@@ -31,7 +31,7 @@ class QueueTables {
     // The newest first: then most items go on into rows that are marked.
     for (uint64_t key = head, end = std::max(from, head > capacity ? head - capacity : 0); key-- > end;) {
       const uint64_t slot = key % capacity;
-      if (place1_of(slot) != key + 1)
+      if (!at_of(slot) || place1_of(slot) != key + 1)
         unseen += key >= absorbed;
       else if (is_needed(slot))
         mark_item(slot, marks);

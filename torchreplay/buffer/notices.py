@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 import warnings
+from itertools import takewhile
+from pathlib import Path
+
+PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 _said: set[tuple[str, int]] = set()
 
@@ -20,7 +26,7 @@ def warn_of_ignored(nonce: int, called: str, sampler: str) -> None:
         f"TD errors are fed back to {called}, and its sampler is {sampler}(), which ignores them: {stays}. "
         "Give the buffer sampler=tr.Prioritized(), or leave update_priorities out"
     )
-    _warn_once("ignored", nonce, text, 4)
+    _warn_once("ignored", nonce, text)
 
 
 def warn_of_copies(nonce: int, called: str, batch_size: int, items: int) -> None:
@@ -37,7 +43,7 @@ def warn_of_copies(nonce: int, called: str, batch_size: int, items: int) -> None
         f"it holds copies. Begin when buffer.num_items is as large, or give the buffer "
         f"limiter=tr.MinSize({batch_size}), if others write meanwhile"
     )
-    _warn_once("copies", nonce, text, 5)
+    _warn_once("copies", nonce, text)
 
 
 def warn_of_budget(nonce: int, called: str, field: str, elements: int, most: int) -> None:
@@ -54,10 +60,16 @@ def warn_of_budget(nonce: int, called: str, field: str, elements: int, most: int
         f"an item of {called} has {elements:,} elements of {field!r}, and the budget is {most:,}: the batch has that "
         f"item alone. Give a larger budget, or cut such values before they are written"
     )
-    _warn_once("budget", nonce, text, 5, RuntimeWarning)
+    _warn_once("budget", nonce, text, RuntimeWarning)
 
 
-def _warn_once(kind: str, nonce: int, text: str, stacklevel: int, category: type[Warning] = UserWarning) -> None:
+def _warn_once(kind: str, nonce: int, text: str, category: type[Warning] = UserWarning) -> None:
     if (kind, nonce) not in _said:
         _said.add((kind, nonce))
-        warnings.warn(text, category, stacklevel=stacklevel)
+        warnings.warn(text, category, stacklevel=_users_level())
+
+
+def _users_level() -> int:
+    """Returns the `stacklevel` at which the caller names the user's line: the first one outside of this package."""
+    callers = reversed(traceback.extract_stack())
+    return sum(1 for _ in takewhile(lambda caller: caller.filename.startswith(PACKAGE), callers))
