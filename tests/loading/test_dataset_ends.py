@@ -77,15 +77,15 @@ def test_who_is_about_to_draw_from_a_buffer_that_was_closed_ends_in_order_if_it_
     buffer = filled_buffer()
     batches = iter(tr.ReplayDataset(buffer, BATCH, prefetch=prefetch))
     next(batches)
-    place = StreamSpec.place
+    place = PrefetchIterator._place
 
-    def close_and_place(spec):
+    def close_and_place(iterator):
         if stopped:
             buffer.stop()
         buffer.close()
-        return place(spec)
+        return place(iterator)
 
-    monkeypatch.setattr(StreamSpec, "place", close_and_place)
+    monkeypatch.setattr(PrefetchIterator, "_place", close_and_place)
     if stopped:
         assert list(batches) == []
     else:
