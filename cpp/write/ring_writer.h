@@ -140,15 +140,15 @@ class RingWriter {
         return Append::kLost;
       }
       if (fate == Fate::kHole) {
-        TORCHREPLAY_FAULT("append.hole");
+        TORCHREPLAY_FAULT("pages.row_hole");
         if (++holes >= patience) return Append::kStalled;
         continue;
       }
-      TORCHREPLAY_FAULT("append.done");
+      TORCHREPLAY_FAULT("pages.row_done");
       if (pages.run().pages) pages.forget();
       rows.commit(written, key);
       keys[written++] = static_cast<int64_t>(key);
-      TORCHREPLAY_FAULT("append.committed");
+      TORCHREPLAY_FAULT("pages.row_committed");
       holes = 0;
     }
     return Append::kDone;

@@ -14,6 +14,14 @@ from torchreplay import _C
 
 NAMES = ["rows", *VIEWS]
 FEW = ["rows", "3 steps of 4 frames"]
+OF_LONG_VALUES = {
+    *("draw.arranged", "draw.left_out", "draw.measured", "draw.measures_again", "draw.values"),
+    *("follow.cursor", "follow.marked", "follow.owner", "follow.page", "follow.run", "follow.voided"),
+    *("pages.busy", "pages.copied", "pages.done", "pages.forgotten", "pages.hole", "pages.said", "pages.ticket"),
+    *("pages.row_committed", "pages.row_done", "pages.row_hole", "pages.voided", "reclaim.page", "reclaim.run"),
+}
+"""No scene has values of any length. `tests/cpp/deaths/test_page_deaths.cpp` dies at the points of their pages, and in
+`tests/cpp/draw/test_ragged_redraws.cpp` writers come in at those of their draws."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +40,8 @@ def declared():
 def test_a_fault_build_knows_every_fault_point_and_there_is_a_process_that_comes_there(faulty):
     reached, known = faulty.run(faulty_deaths.rehearse_all, FEW)
     assert known == declared(), "every point has a name of its own"
-    assert reached == known
+    assert reached == [point for point in known if point not in OF_LONG_VALUES]
+    assert set(known) >= OF_LONG_VALUES
 
 
 def test_an_ordinary_build_has_no_fault_points():
