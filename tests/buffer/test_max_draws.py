@@ -31,6 +31,15 @@ def filled(items, sampler, capacity=None, seed=0, **options):
     return buffer
 
 
+def two_batches(dataset, state):
+    """Goes on from a state, and returns how often each item came in the first two batches."""
+    dataset.load_state_dict(state)
+    stream = iter(dataset)
+    came = Counter(number for _ in range(2) for number in next(stream)["x"].tolist())
+    stream.close()
+    return came
+
+
 def drain(buffer, size):
     """Draws while there are draws, and returns how often each item came."""
     came = Counter()
@@ -216,12 +225,7 @@ def test_a_dataset_goes_on_with_what_its_state_says_was_drawn_ahead(tmp_path):
         state = dataset.state_dict()
         stream.close()
     with tr.ReplayBuffer.load(tmp_path / "saved") as loaded:
-        resumed = tr.ReplayDataset(loaded, 8, prefetch=2)
-        resumed.load_state_dict(state)
-        stream = iter(resumed)
-        for _ in range(2):
-            came.update(next(stream)["x"].tolist())
-        stream.close()
+        came += two_batches(tr.ReplayDataset(loaded, 8, prefetch=2), state)
         assert came + drain(loaded, 8) == dict.fromkeys(range(64), 1)
 
 
@@ -456,12 +460,7 @@ def test_the_state_of_a_killed_process_hands_out_what_that_had_drawn_ahead(kind,
         learner.kill()
     came, state = torch.load(tmp_path / "state", weights_only=False)
     with tr.ReplayBuffer.open(path) as opened:
-        dataset = tr.ReplayDataset(opened, 8)
-        dataset.load_state_dict(state)
-        stream = iter(dataset)
-        for _ in range(2):
-            came.update(next(stream)["x"].tolist())
-        stream.close()
+        came += two_batches(tr.ReplayDataset(opened, 8), state)
         assert came + drain(opened, 4) == dict.fromkeys(range(64), 1)
 
 
