@@ -32,14 +32,17 @@ class ExtremeLeaf {
     return rank == 0 ? Order::kNone : Order::leaf_of(rank);
   }
 
-  // One leaf of a block changed from `was` to `now`, its new value. O(1) unless it was the first of the block.
+  // Leaf `i` changed from `was` to `now`, its new value. O(1) unless it was the first of its block. New items have the
+  // same leaf, and lie side by side: so another one in its line is often as large, and the block stays as it is.
   template <class Node>
-  void change(int64_t block, float was, float now) {
+  void change(int64_t i, float was, float now) {
+    const int64_t block = i / tree_node::kBlockLeaves;
     const uint32_t before = ranks_[0][block], rank = Order::rank_of(now);
     if (rank > before) {
       ranks_[0][block] = rank;
       carry<Node>(block, before, rank);
-    } else if (rank < before && Order::rank_of(was) == before) {
+    } else if (rank < before && Order::rank_of(was) == before &&
+               !Node::has(leaves_ + (i & -int64_t{tree_node::kLeaves}), was)) {
       refresh<Node>(block);
     }
   }

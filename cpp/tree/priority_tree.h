@@ -165,9 +165,9 @@ class PriorityTree {
   bool is_coarse_with(const TreeShape& shape) const;
 
   template <class Node>
-  void change_extremes(int64_t block, float was, float now) {
-    smallest_.change<Node>(block, was, now);
-    if (largest_.is_kept()) largest_.change<Node>(block, was, now);
+  void change_extremes(int64_t i, float was, float now) {
+    smallest_.change<Node>(i, was, now);
+    if (largest_.is_kept()) largest_.change<Node>(i, was, now);
   }
 
   bool set_within(const int64_t* index, const float* leaf, int n);
@@ -206,7 +206,7 @@ class PriorityTree {
     return replace_with<tree_node::Avx512>(index, was, now, n);
   }
   [[gnu::flatten]] TORCHREPLAY_AVX512 void note_largest_avx512(int64_t i, float was) {
-    largest_.change<tree_node::Avx512>(block_of(i), was, leaves_[i]);
+    largest_.change<tree_node::Avx512>(i, was, leaves_[i]);
   }
   [[gnu::flatten]] TORCHREPLAY_AVX512 bool is_coarse_avx512(const TreeShape& shape) const {
     return is_coarse_with<tree_node::Avx512>(shape);
@@ -301,7 +301,7 @@ bool PriorityTree::set_with(const int64_t* index, const float* leaf, int n) {
       Node::add(sums_[l] + (child & ~int64_t{7}), static_cast<int>(child & 7), delta);
     }
     TORCHREPLAY_FAULT("tree.sums");
-    change_extremes<Node>(block_of(index[b]), was, now);
+    change_extremes<Node>(index[b], was, now);
   }
   return !is_full();
 }
@@ -451,7 +451,7 @@ inline void PriorityTree::note_largest(int64_t i, float was) {
 #if defined(TORCHREPLAY_X86)
   if (simd_ == Simd::kAvx512) return note_largest_avx512(i, was);
 #endif
-  largest_.change<tree_node::Portable>(block_of(i), was, leaves_[i]);
+  largest_.change<tree_node::Portable>(i, was, leaves_[i]);
 }
 
 inline void PriorityTree::set(const int64_t* index, const float* leaf, int n) {

@@ -136,6 +136,13 @@ struct Portable {
     return top;
   }
 
+  // Whether one of a line of leaves is `leaf`.
+  static bool has(const float* leaves, float leaf) {
+    bool found = false;
+    for (int j = 0; j < kLeaves; j++) found |= leaves[j] == leaf;
+    return found;
+  }
+
   // Clamps a line of leaves, adds the number of positive ones to `count` and returns the largest.
   static float restore(float* leaves, int64_t& count) {
     for (int j = 0; j < kLeaves; j++) {
@@ -195,6 +202,10 @@ struct Avx512 {
       top = _mm512_max_epu32(top, Order::kNegates ? _mm512_sub_epi32(_mm512_setzero_si512(), leaves) : leaves);
     }
     return _mm512_reduce_max_epu32(top);
+  }
+
+  TORCHREPLAY_AVX512 static bool has(const float* leaves, float leaf) {
+    return _mm512_cmp_ps_mask(_mm512_load_ps(leaves), _mm512_set1_ps(leaf), _CMP_EQ_OQ) != 0;
   }
 
   TORCHREPLAY_AVX512 static float restore(float* leaves, int64_t& count) {
