@@ -7,6 +7,7 @@ import pytest
 import torch
 from forked import Forked, eventually, shared_counters
 from torch.utils.data import DataLoader
+from worker_errors import raised_by_worker
 
 import torchreplay as tr
 
@@ -279,7 +280,7 @@ def test_a_buffer_too_large_for_epochs_is_refused():
 def test_workers_of_a_loader_refuse_epochs():
     with filled(10) as buffer:
         loader = DataLoader(tr.ReplayDataset(buffer, 4, epochs=1), batch_size=None, num_workers=1)
-        with pytest.raises(RuntimeError, match="num_workers at 0"):
+        with raised_by_worker("num_workers at 0"):
             next(iter(loader))
 
 
