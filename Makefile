@@ -18,13 +18,10 @@ FORKING := $(addprefix tests/,segment buffer checking checkpoint monitoring weig
 # Hundreds of processes of the tests import the package: it is compiled to bytecode once.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Files that do not say `slow` need not be imported to find no slow test in them.
-SLOW = $(shell grep -rl --include='test_*.py' slow $(1))
-
-# $(call pytest,marks,the tests that fork by the hundred,the others)
+# $(call pytest,marks)
 define pytest
-$(if $(ARGS),,$(PYTEST) --dist loadfile -m "$(1)" $(2))
-$(PYTEST) --dist loadfile -m "$(1)" $(or $(ARGS),$(3))
+$(if $(ARGS),,$(PYTEST) --dist loadfile -m "$(1)" $(FORKING))
+$(PYTEST) --dist loadfile -m "$(1)" $(or $(ARGS),tests $(FORKING:%=--ignore=%))
 endef
 
 .DEFAULT_GOAL := help
@@ -40,11 +37,11 @@ demo:  ## learn CartPole-v1 with Ape-X: Ray explorers, Lightning learner
 	$(BIN)/python examples/apex_cartpole.py $(ARGS)
 
 test: build faults  ## every promise in about five minutes: the tests that are quick
-	$(call pytest,not slow and not soak,$(FORKING),tests $(FORKING:%=--ignore=%))
+	$(call pytest,not slow and not soak)
 
-test-all: test  ## what `test` has left out: the slow tests, and the C++ unit tests (sanitized)
+test-all: build faults  ## the slow tests, too, and the C++ unit tests (sanitized)
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-cpp
-	$(call pytest,slow and not soak,$(call SLOW,$(FORKING)),$(filter-out $(FORKING) $(FORKING:%=%/%),$(call SLOW,tests)))
+	$(call pytest,not soak)
 
 bench: build $(STAMPS)/bench  ## measure torchreplay beside its peers
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -6,8 +6,10 @@ gives it a time limit and kills the whole group when it is exceeded.
 
 import argparse
 import asyncio
+import atexit
 import ctypes
 import json
+import os
 import signal
 import socket
 import threading
@@ -181,6 +183,8 @@ class EchoInside(Echo):
             while True:
                 server.submit(item)
 
+        # `submit` does not end while there is no room, and an interpreter that ends meanwhile aborts.
+        atexit.register(os._exit, 0)
         for _ in range(self.traffic.producers):
             threading.Thread(target=submit, daemon=True).start()
         for sample in server.dataset_iter():

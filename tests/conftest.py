@@ -40,6 +40,8 @@ __all__ = [
 
 THREADS_END = 5.0
 """Seconds within which threads are gone that have been told to end."""
+SLOW_AS = 25
+"""How many quick tests take as long as a slow one, on the average."""
 NODES = Counter[Path]()
 """How many nodes of the shared Ray the tests of a file ask for, as far as it matters for the order."""
 
@@ -60,7 +62,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Lets `-k` find tests by the Ray or the cluster that they use; skips `gpu` tests where CUDA is missing.
 
     Lightning's two libraries have the same code. Slow tests of the second one are left to `make soak`.
-    Modules that share a Ray come one after another. Among them, those with most tests come first.
+    Modules that share a Ray come one after another. What takes longest comes first, so that all processes have work
+    until the end.
     """
     for item in items:
         item.extra_keyword_matches.update({"ray", "cluster"} & {*getattr(item, "fixturenames", ())})
@@ -74,8 +77,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         names = {*getattr(item, "fixturenames", ())}
         asked = 2 if {"shared_cluster", "cluster"} <= names else int(bool({"shared_cluster", "backend"} & names))
         NODES[item.path] = max(NODES[item.path], asked)
-    tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: (-NODES[item.path], -tests[item.path], item.path))
+    work = Counter[Path]()
+    for item in items:
+        work[item.path] += SLOW_AS if item.get_closest_marker("slow") else 1
+    items.sort(key=lambda item: (-NODES[item.path], -work[item.path], item.path))
 
 
 def pytest_collection_finish() -> None:

@@ -1,5 +1,6 @@
 """Queues: items a second from two producers to one consumer, and how long a draw takes."""
 
+import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import count
@@ -45,7 +46,8 @@ def _round(plan: Plan, peer: str, item_bytes: int) -> float:
     options = {"peer": peer, "item_bytes": item_bytes, "producers": PRODUCERS, "seconds": plan.contest_seconds}
     try:
         return float(run_module("benchmarks.queue_traffic", options, LIMIT + plan.contest_seconds)["items"])
-    except ChildError:
+    except ChildError as error:
+        print(f"queue: a round of {peer} failed and counts as 0: {error}", file=sys.stderr)
         return 0.0
 
 

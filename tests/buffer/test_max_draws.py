@@ -12,6 +12,7 @@ import pytest
 import torch
 from forked import Forked, eventually, shared_counters
 from torch.utils.data import DataLoader
+from worker_errors import raised_by_worker
 
 import torchreplay as tr
 
@@ -467,10 +468,10 @@ def test_the_state_of_a_killed_process_hands_out_what_that_had_drawn_ahead(kind,
 def test_workers_of_a_dataloader_are_refused_where_items_leave_after_so_many_draws():
     with filled(64, tr.Uniform(max_draws=2)) as buffer:
         loader = DataLoader(tr.ReplayDataset(buffer, 8), batch_size=None, num_workers=1, multiprocessing_context="fork")
-        with pytest.raises(RuntimeError, match=r"max_draws.*leave num_workers at 0.*QueueLoader"):
+        with raised_by_worker(r"max_draws.*leave num_workers at 0.*QueueLoader"):
             next(iter(loader))
         mixed = tr.MixedDataset({buffer: 1}, 8)
-        with pytest.raises(RuntimeError, match=r"max_draws.*leave num_workers at 0"):
+        with raised_by_worker(r"max_draws.*leave num_workers at 0"):
             next(iter(DataLoader(mixed, batch_size=None, num_workers=1, multiprocessing_context="fork")))
         came = Counter(number for _ in range(16) for number in buffer.sample(8)["x"].tolist())
         assert came == dict.fromkeys(range(64), 2)

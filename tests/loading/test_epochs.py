@@ -7,6 +7,7 @@ import pytest
 import torch
 from forked import Forked, eventually, shared_counters
 from torch.utils.data import DataLoader
+from worker_errors import raised_by_worker
 
 import torchreplay as tr
 
@@ -279,7 +280,7 @@ def test_a_buffer_too_large_for_epochs_is_refused():
 def test_workers_of_a_loader_refuse_epochs():
     with filled(10) as buffer:
         loader = DataLoader(tr.ReplayDataset(buffer, 4, epochs=1), batch_size=None, num_workers=1)
-        with pytest.raises(RuntimeError, match="num_workers at 0"):
+        with raised_by_worker("num_workers at 0"):
             next(iter(loader))
 
 
@@ -346,3 +347,18 @@ def test_what_was_drawn_ahead_and_is_left_out_of_a_resumed_run_is_due(tmp_path):
         dataset.load_state_dict(state)
         rest = [item for batch in dataset for item in batch["x"].tolist()]
         assert sorted(first + rest) == list(range(100))
+
+
+@pytest.mark.parametrize("taken", [0, 1, 9, 10])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_state_that_is_loaded_over_the_buffer_it_is_of_makes_no_item_come_twice_in_an_epoch(taken, own):
+    with filled(40) as buffer:
+        dataset = tr.ReplayDataset(buffer, 4, prefetch=2, epochs=1)
+        batches = iter(dataset)
+        came = [number for _ in range(taken) for number in next(batches)["x"].tolist()]
+        state = dataset.state_dict()
+        batches.close()
+        again = dataset if own else tr.ReplayDataset(buffer, 4, epochs=1)
+        again.load_state_dict(state)
+        came += [number for batch in again for number in batch["x"].tolist()]
+        assert sorted(came) == list(range(40))

@@ -114,7 +114,8 @@ def test_a_killed_worker_loses_and_doubles_nothing():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("items", [30, 60])  # the workers wait for more, or for the loop
-def test_what_a_killed_learner_and_its_workers_held_comes_again(items):
+def test_what_a_killed_learner_and_its_workers_held_comes_again(items, monkeypatch):
+    monkeypatch.setattr("torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL", 0.3)  # an idle worker's, else 5 s
     with queue(items) as buffer, buffer.expect_writers():
         got = shared_counters(60)
 

@@ -287,6 +287,7 @@ def test_a_recording_of_a_queue_has_its_items_and_no_priorities(tmp_path):
             held = max(0, min(3, handed_out - (written - there)))
             to_draw = min(there, written - handed_out)
             expected.append((to_draw, held, max(0, written - handed_out - there)))
+    assert recorder.records == 12
     recording = Recording.read(tmp_path / "run.rec")
     series = [recording.queue[name].tolist() for name in ("drawable", "held_items", "dropped_items")]
     assert list(zip(*series, strict=True)) == expected

@@ -12,6 +12,7 @@ import torch
 
 import torchreplay as tr
 from benchmarks import chart, kills
+from benchmarks.cases import queueing
 from benchmarks.cases.gpu import learner, measure_gpu, waits_within
 from benchmarks.child import ChildError, run_module
 from benchmarks.copies import repeat
@@ -28,6 +29,16 @@ from torchreplay.checking.timing import Candidate, interleave
 
 def line(**samples: list[float]) -> Line:
     return Line("section", "name", "us", samples)
+
+
+def test_a_round_of_a_queue_that_fails_counts_as_nothing_and_is_told(monkeypatch, capsys):
+    def fail(*_):
+        raise ChildError("it aborted")
+
+    monkeypatch.setattr(queueing, "run_module", fail)
+    first = next(queueing.measure_queue(QUICK))
+    assert {value for values in first.samples.values() for value in values} == {0.0}
+    assert "a round of torchreplay failed and counts as 0: it aborted" in capsys.readouterr().err
 
 
 def test_the_advantage_is_taken_within_rounds_and_so_survives_a_machine_that_slows_down():

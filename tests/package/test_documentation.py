@@ -18,6 +18,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import warm_interpreter
 import yaml
 from paths import ROOT
 
@@ -72,14 +73,7 @@ def attributes_of_torchreplay(code: str) -> set[str]:
 def output_of(block: Block, directory: Path) -> str:
     program = directory / "program.py"
     program.write_text(block.code)
-    run = subprocess.run(
-        [sys.executable, program.name],
-        cwd=directory,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=160,
-    )
+    run = warm_interpreter.run(program, [], directory, timeout=160)
     assert run.returncode == 0, run.stderr
     return run.stdout
 

@@ -117,7 +117,7 @@ def test_a_row_that_a_stopped_writer_of_a_queue_wrote_before_all_died_is_in_the_
     assert came == [1001, 320, 321, 322, 323]
 
 
-def test_writers_that_wait_for_a_stopped_one_because_of_a_window_are_told_its_name(faulty):
+def test_writers_that_wait_for_a_stopped_one_because_of_a_window_and_who_looks_at_the_queue_are_told_its_name(faulty):
     faulty.run(stopped_writers.name_a_stopped_writer)
 
 

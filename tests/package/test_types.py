@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from paths import ROOT
@@ -80,36 +79,40 @@ online.writer(gymnasium.make("CartPole-v1"))
 """
 
 
-def complaints(program: Path) -> str:
+NO_BUFFER = "import torchreplay as tr\ntr.MixedDataset({1: 0.5})\nspec: tr.Spec = {'x': 1}\n"
+ATTACHED = "import torchreplay as tr\ndef f(h: tr.Handle) -> None:\n    tr.ReplayBuffer.attach(h).sample(8)\n"
+PROGRAMS = {"documented": PROGRAM, "no_buffer": NO_BUFFER, "attached": ATTACHED}
+
+
+@pytest.fixture(scope="module")
+def complaints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What one run of mypy says to each of the programs."""
+    directory = tmp_path_factory.mktemp("programs")
+    for name, program in PROGRAMS.items():
+        (directory / f"{name}.py").write_text(program)
     # The settings and the cache of `make lint`: strict ones, and torch is not analysed once more.
     options = [f"--config-file={ROOT / 'pyproject.toml'}", f"--cache-dir={ROOT / '.mypy_cache'}", "--no-error-summary"]
     run = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, program.name],
-        cwd=program.parent,
+        [sys.executable, "-m", "mypy", *options, *(f"{name}.py" for name in PROGRAMS)],
+        cwd=directory,
         env=os.environ | {"MYPYPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    return run.stdout + run.stderr
+    lines = (run.stdout + run.stderr).splitlines()
+    of_programs = {name: "\n".join(line for line in lines if line.startswith(f"{name}.py:")) for name in PROGRAMS}
+    assert sum(text.count("\n") + 1 for text in of_programs.values() if text) == len(lines), lines
+    return of_programs
 
 
-def test_documented_calls_pass_a_strict_type_check(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    assert complaints(program) == ""
+def test_documented_calls_pass_a_strict_type_check(complaints):
+    assert complaints["documented"] == ""
 
 
-def test_what_is_no_buffer_or_no_spec_does_not_pass(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text("import torchreplay as tr\ntr.MixedDataset({1: 0.5})\nspec: tr.Spec = {'x': 1}\n")
-    found = complaints(program)
-    assert found.count("error:") == 2, found
+def test_what_is_no_buffer_or_no_spec_does_not_pass(complaints):
+    assert complaints["no_buffer"].count("error:") == 2, complaints
 
 
-def test_what_is_attached_may_be_on_another_node_and_so_is_not_drawn_from_unasked(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import torchreplay as tr\ndef f(h: tr.Handle) -> None:\n    tr.ReplayBuffer.attach(h).sample(8)\n"
-    )
-    assert '"WritableReplay" has no attribute "sample"' in complaints(program)
+def test_what_is_attached_may_be_on_another_node_and_so_is_not_drawn_from_unasked(complaints):
+    assert '"WritableReplay" has no attribute "sample"' in complaints["attached"]

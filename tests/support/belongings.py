@@ -11,6 +11,8 @@ from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
+from warm_interpreter import warm_process
+
 import torchreplay as tr
 
 OURS = {str(path) for path in Path(tr.__file__).parent.rglob("*.py")}
@@ -51,8 +53,9 @@ def _is_anothers(name: str) -> bool:
 
 
 def _children() -> set[str]:
-    """Child processes, without the two that multiprocessing starts once and keeps."""
-    kept = {str(resource_tracker._resource_tracker._pid), str(forkserver._forkserver._forkserver_pid)}
+    """Child processes, without the two that multiprocessing starts once and keeps, and that which runs programs."""
+    started_once = (resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid, warm_process())
+    kept = {str(pid) for pid in started_once}
     children = set[str]()
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError):  # a thread that has ended meanwhile

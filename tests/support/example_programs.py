@@ -2,11 +2,11 @@
 
 import json
 import re
-import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
+import warm_interpreter
 from paths import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -24,8 +24,7 @@ def imported(name, monkeypatch):
 
 def run(name, cwd, *flags, timeout):
     """Runs an example in a directory until it ends; returns its exit status and what it printed."""
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *flags]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+    return warm_interpreter.run(EXAMPLES / f"{name}.py", flags, cwd, timeout)
 
 
 def succeed(name, cwd, *flags, timeout):

@@ -10,8 +10,10 @@ import pytest
 import torch
 from faulty_lives import DIED, Fault, await_stop, faulty
 from forked import Forked, eventually, shared_counters
+from watched_buffers import after, look_at
 
 import torchreplay as tr
+from torchreplay.monitoring.advice import advise
 
 CAPACITY, TURNS, GROUP = 16, 20, 4
 FLAG = tr.Field((), torch.bool)
@@ -145,8 +147,9 @@ def reopen_what_a_stopped_writer_wrote_last(path):
 
 
 def name_a_stopped_writer():
-    """With a window the others wait for it. Their error names it."""
-    with queue(False, sampler=tr.Fifo(window=1.0)) as buffer, stopped(buffer, range(2)) as late:
+    """With a window the others wait for it. Their error and the advice to who looks at the queue name it."""
+    name = f"test {os.getpid()} stopped"
+    with queue(False, sampler=tr.Fifo(window=1.0), name=name) as buffer, stopped(buffer, range(2)) as late:
         assert draw_all(buffer) == [0]
         writer = buffer.writer()
         writer.timeout = 0.2
@@ -155,6 +158,12 @@ def name_a_stopped_writer():
             draw_all(buffer)
         with pytest.raises(tr.ReplayTimeout) as caught:
             writer.append(obs=0)
+        with look_at(buffer) as live:
+            (told,) = (advice.text for advice in advise(after(live, lambda: None)) if advice.topic == "silent")
+        assert told == (
+            f"Process {late.pid}, a writer, is stopped, and the row that it is writing leaves the other writers no "
+            f"room: continue it with `kill -CONT {late.pid}`."
+        )
         how = f"which is stopped (continue it with `kill -CONT {late.pid}`)"
         assert f"the oldest row is being written by process {late.pid}, {how}" in str(caught.value)
         late.signal(signal.SIGCONT)

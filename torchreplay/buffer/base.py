@@ -176,7 +176,7 @@ class BatchSource(ABC):
 
     @property
     def drawn_here(self) -> str | None:
-        """What names this memory in this process, where items leave after so many draws; else None.
+        """What names this memory in this process, where draws take items: of an epoch, or for good; else None.
 
         What a process has drawn ahead is handed out or goes back, as long as it lives.
         """

@@ -77,7 +77,7 @@ class LocalSource(LocalSampler, BatchSource):
     @property
     def drawn_here(self) -> str | None:
         """Does what `BatchSource.drawn_here` says."""
-        return f"{self.nonce:x} {_mark_of(os.getpid())}" if counts_draws(self.config.sampler) else None
+        return f"{self.nonce:x} {_mark_of(os.getpid())}" if takes_what_it_draws(self.config.sampler) else None
 
     def with_draws(self, drawn: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Does what `BatchSource.with_draws` says."""

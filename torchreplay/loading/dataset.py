@@ -323,7 +323,8 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             how many the iteration has still to begin; None when there is none under way. Of a queue there is `held`:
             the items that this process was handed, in all its loops, and that are not done. Its `key`, `draws` (how
             often each was done before) and `queue` (its identity) name them. With `max_draws` each batch in `drawn` has
-            `draws`, how often its items were drawn, and `drawn_by` names the process and its buffer.
+            `draws`, how often its items were drawn. Then, and without replacement, `drawn_by` names the process and
+            its buffer.
 
         Raises:
             ValueError: TD errors from a device are NaN or infinite, as `buffer.flush` says.
@@ -372,8 +373,9 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         With the buffer as it was then (`ReplayBuffer.load`), the batches are those that would have come. Batches drawn
         ahead whose rows the buffer does not hold are left out, and those of another size than `batch_size`.
 
-        Where items leave after so many draws (`max_draws`), no item comes more often. Over the same memory in the same
-        process nothing comes again: what was drawn ahead is drawn anew, unless a loop got it since.
+        Where items leave after so many draws (`max_draws`), no item comes more often; without replacement none comes
+        twice in an epoch. Over the same memory in the same process nothing comes again: what was drawn ahead is drawn
+        anew, unless a loop got it since.
 
         Of a queue, what was held when the state was taken is done: the state goes with a model that has learnt from it.
         With `Fifo(commit="manual")` all else that was not committed comes again, in order.

@@ -179,8 +179,9 @@ def _kept_by(findings: Findings, p: Participant) -> str:
     if p.role == "learner" and (items := queue.held_by(p.pid)):
         room = ", and whose room writers wait for" if in_the_way else ""
         return f" and holds {items:,} items, which nobody else gets{room}"
-    if p.role == "writer" and in_the_way and queue.need in (Need.UNFINISHED, Need.UNWRITTEN):
-        return ", and its unfinished episode leaves the other writers no room"
+    needed = {Need.UNFINISHED: "its unfinished episode", Need.UNWRITTEN: "the row that it is writing"}
+    if p.role == "writer" and in_the_way and queue.need in needed:
+        return f", and {needed[queue.need]} leaves the other writers no room"
     return ""
 
 
@@ -297,7 +298,12 @@ def _full(findings: Findings) -> str:
     if now.queue.need == Need.HELD:
         todo = "Call commit() more often" if fifo and fifo.commit == "manual" else "See whether it hangs"
         return f"{who} holds the oldest of {now.queue.held_items:,} items. {todo}, or enlarge the queue."
-    return f"an unfinished episode of {who} has the oldest row. See whether it hangs, or enlarge the queue."
+    oldest = (
+        f"the oldest row is being written by {who}"
+        if now.queue.need == Need.UNWRITTEN
+        else f"an unfinished episode of {who} has the oldest row"
+    )
+    return f"{oldest}. See whether it hangs, or enlarge the queue."
 
 
 def _dropped(findings: Findings) -> Iterator[Advice]:

@@ -59,6 +59,9 @@ class Recorder(Closeable):
         path: A new file.
         buffer: What is recorded.
 
+    Attributes:
+        records: How many looks at the counters it has.
+
     Raises:
         FileExistsError: There is a file already.
         OSError: It cannot be written.
@@ -87,6 +90,7 @@ class Recorder(Closeable):
         if (queue := now.queue) is not None:
             items = now.drawable, queue.held_items, queue.dropped_items
             self._add(b"q", [now.time, *map(float, items), queue.oldest_age])
+        self.records += 1
 
     def add_slots(self, moment: float, slots: SlotSample) -> None:
         """Adds what its priorities are.
@@ -98,7 +102,6 @@ class Recorder(Closeable):
 
     def _add(self, kind: bytes, values: list[float]) -> None:
         self._write(kind + struct.pack(f"<{len(values)}d", *values))
-        self.records += 1
 
     def _write(self, data: bytes, before: bytes = b"") -> None:
         """Writes data into the stream. What fails or is interrupted is the last: nothing that follows would fit."""

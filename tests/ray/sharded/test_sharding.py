@@ -8,6 +8,7 @@ from lightning_learner import fit, make_learner
 from sharded_rows import SPEC, assert_follows, assert_intact, rows_of
 from torch.utils.data import DataLoader
 from unequal_shards import ALPHA, BETA, EPS, all_keys, identity, prioritize
+from worker_errors import raised_by_worker
 
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay
@@ -209,7 +210,7 @@ def test_a_forked_child_is_told_to_draw_elsewhere(filled):
 
     with Forked(draw) as child:
         assert child.wait(60) == 0
-    with pytest.raises(RuntimeError, match="num_workers=0"):
+    with raised_by_worker("num_workers=0"):
         next(iter(DataLoader(tr.ReplayDataset(replay, 8), None, num_workers=1, multiprocessing_context="fork")))
 
 
