@@ -123,7 +123,11 @@ class RemoteWriter(Writer):
             self._refuse_closed_buffer()
 
     def _look(self, stalled: bool, waited: float) -> None:
-        self._sender.make_room(self._send_buffer, self._admitted, self.timeout)
+        self._send_buffer.wanted = self._wanted_bytes()
+        try:
+            self._sender.make_room(self._send_buffer, self._admitted, self.timeout)
+        finally:
+            self._send_buffer.wanted = 0
 
 
 class RemoteBuffer(WritableReplay):
