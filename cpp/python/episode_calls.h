@@ -272,10 +272,13 @@ inline PyMethodDef methods[] = {
     {"_admitted", plain_method<Object, [](Object& s) { return s.session.require_open(), s.session.admitted(); }>,
      METH_NOARGS, nullptr},
     // _wanted_bytes() -> int: of pages, that the row needs which waits for some.
-    {"_wanted_bytes", plain_method<Object, [](Object& s) {
-       s.session.require_open();
-       return s.session.pages_wanted() * s.session.memory().layout().pages.bytes;
-     }>, METH_NOARGS, nullptr},
+    {"_wanted_bytes",
+     plain_method<Object,
+                  [](Object& s) {
+                    s.session.require_open();
+                    return s.session.pages_wanted() * s.session.memory().layout().pages.bytes;
+                  }>,
+     METH_NOARGS, nullptr},
     {"_close", plain_method<Object, [](Object& s) { s.close(); }>, METH_NOARGS, nullptr},
     // _depart(): others count no more on this writer, unless a thread is using it, until it is used again.
     {"_depart", plain_method<Object, [](Object& s) { s.session.depart(); }>, METH_NOARGS, nullptr},

@@ -385,12 +385,11 @@ class RaggedFill : public Row {
     for (uint64_t row = 0; row < n; row++) {
       const uint64_t own = place_values(layout_.ragged, lengths(row), nullptr);
       if (own > pages.most() * pages.bytes)
-        throw std::invalid_argument(
-            "the values of a row take " + std::to_string(own) + " bytes together" +
-            (n > 1 ? " at index " + std::to_string(row) : "") + ", and may take at most " +
-            std::to_string(pages.most() * pages.bytes) +
-            ", a quarter of ragged_bytes=" + std::to_string(pages.count * pages.bytes) +
-            ": cut them, or make the buffer with more; nothing was written");
+        throw std::invalid_argument("the values of a row take " + std::to_string(own) + " bytes together" +
+                                    (n > 1 ? " at index " + std::to_string(row) : "") + ", and may take at most " +
+                                    std::to_string(pages.most() * pages.bytes) +
+                                    ", a quarter of ragged_bytes=" + std::to_string(pages.count * pages.bytes) +
+                                    ": cut them, or make the buffer with more; nothing was written");
       bytes += own;
     }
     return bytes;

@@ -15,8 +15,8 @@ inline char* open_column(ArrayView& view, PyObject* o, Element element, int64_t 
   return const_cast<char*>(a.data);
 }
 
-// _relay(block, n, before, keys, runs, start): writes rows `start` to n of a block that copy_run() gave, and keeps their
-// keys, and the pages of the last two.
+// _relay(block, n, before, keys, runs, start): writes rows `start` to n of a block that copy_run() gave, and keeps
+// their keys, and the pages of the last two.
 inline PyObject* relay(PyObject* self, PyObject* args) {
   return method<WriterObject>(self, [&](WriterObject& s) {
     const WriterUse use(self, s);

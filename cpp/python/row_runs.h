@@ -6,8 +6,8 @@
 
 namespace torchreplay::py::segment {
 
-// admit(ticket, cut, bytes) -> head: lets the one writer go on up to that ticket, and no further; returns the next one to
-// be taken. Rows from key `cut` on, and those to come, have values of at most so many bytes together.
+// admit(ticket, cut, bytes) -> head: lets the one writer go on up to that ticket, and no further; returns the next one
+// to be taken. Rows from key `cut` on, and those to come, have values of at most so many bytes together.
 inline PyObject* admit(PyObject* self, PyObject* args) {
   return on_segment(self, [&](AttachedSegment& segment) {
     unsigned long long ticket, cut = 0, bytes = 0;
@@ -26,15 +26,15 @@ inline PyObject* run_length(PyObject* self, PyObject* args) {
   });
 }
 
-// measure_run(first, end, most) -> (rows, bytes): how many rows from key `first` on are there, without a gap, up to the
-// one with which their values of any length have `most` bytes; and how many bytes they have.
+// measure_run(first, end, most) -> (rows, bytes): what run_length() gives, but no rows behind the one with which values
+// of any length have `most` bytes; and the bytes of these values.
 inline PyObject* measure_run(PyObject* self, PyObject* args) {
   return on_segment(self, [&](AttachedSegment& segment) {
     unsigned long long first, end, most;
     if (!PyArg_ParseTuple(args, "KKK", &first, &end, &most)) throw PythonError{};
     const RunSize size = torchreplay::measure_run(segment.memory(), first, end, most);
-    return checked(Py_BuildValue("KK", static_cast<unsigned long long>(size.rows),
-                                 static_cast<unsigned long long>(size.bytes)));
+    return checked(
+        Py_BuildValue("KK", static_cast<unsigned long long>(size.rows), static_cast<unsigned long long>(size.bytes)));
   });
 }
 

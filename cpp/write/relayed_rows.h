@@ -13,8 +13,8 @@
 
 namespace torchreplay {
 
-// Where the columns of n rows lie in a block: each field's values, then links, steps and priorities. Behind them lie the
-// rows' values of any length, row after row, each row's as place_values() says. Runs of pages stay behind.
+// Where the columns of n rows lie in a block: each field's values, then links, steps and priorities. Behind them lie
+// the rows' values of any length, row after row, each row's as place_values() says. Runs of pages stay behind.
 struct BlockLayout {
   BlockLayout(const Layout& layout, uint64_t n, uint64_t run_bytes = 0) {
     uint64_t end = 0;
@@ -45,10 +45,10 @@ inline uint64_t run_length(SegmentMemory& m, uint64_t first, uint64_t end) {
   return key - first;
 }
 
-// Whether the row is there that was announced under that key, with pages from run1 - 1 on (0: none), or would be gone by
-// now. Who announced it is dead. A word that is void says only that nobody can see the row.
+// Whether the row is there that was announced under that key, with pages from run1 - 1 on (0: none), or would be gone
+// by now. Who announced it is dead. A word that is void says only that nobody can see the row.
 inline bool was_written(SegmentMemory& m, uint64_t key, uint64_t run1) {
-  if (run_length(m, key, key + 1)) return true;  // before the look at the heads, which it goes by
+  if (run_length(m, key, key + 1)) return true;  // before the heads: they move before a row goes
   const Header& h = m.header();
   if (h.head.load(std::memory_order_acquire) > key + m.capacity()) return true;
   return run1 && h.page_head.load(std::memory_order_acquire) > run1 - 1 + m.layout().pages.count;
@@ -171,8 +171,7 @@ class RelayedValues {
 
   void operator()(uint64_t row, uint64_t slot) const {
     const Layout& layout = memory_.layout();
-    for (size_t f = 0; f < layout.fixed_fields(); f++)
-      memory_.write(layout.fields[f], slot, value(f, start_ + row));
+    for (size_t f = 0; f < layout.fixed_fields(); f++) memory_.write(layout.fields[f], slot, value(f, start_ + row));
   }
 
   const uint32_t* lengths(uint64_t row) {
@@ -203,7 +202,7 @@ class RelayedValues {
   const char* block_;
   BlockLayout at_;
   uint64_t start_, run_bytes_ = 0;
-  std::vector<uint32_t> lengths_;     // of each group, of one row
+  std::vector<uint32_t> lengths_;    // of each group, of one row
   std::vector<const char*> values_;  // of each row
 };
 

@@ -209,6 +209,33 @@ def test_values_of_any_length_arrive_whole_and_in_order_whatever_their_sizes(sma
     assert np.array_equal(batch["like"].numpy(), np.concatenate(expected).astype(np.float32))
 
 
+def test_episodes_with_values_of_any_length_arrive_linked(small):
+    """Two environments: what a value is, and how long, follows from the environment and the step."""
+    flag = tr.Field((), torch.bool)
+    spec = {"obs": tr.Ragged(torch.int64), "act": tr.Ragged(torch.uint8), "reward": tr.Field()}
+    spec |= {"terminated": flag, "truncated": flag}
+    buffer = tr.ReplayBuffer(spec, 5000, view=tr.Transitions(), ragged_bytes=1 << 22)
+    writer = Sending(SendBuffer(buffer._config, 2), buffer, 2)
+
+    def obs(env, step):
+        return [env, *[step] * (step % 50)]
+
+    writer.reset(obs=[obs(env, 0) for env in range(2)])
+    no = np.zeros(2, bool)
+    for step in range(1, 800):
+        values = [obs(env, step) for env in range(2)]
+        acts = [[env] * (step % 7) for env in range(2)]
+        writer.step(obs=values, act=acts, reward=[step, -step], terminated=no, truncated=no)
+    writer.send(everything=True)
+    assert writer.times
+    batch = buffer.gather(buffer.keys())
+    assert batch["reward"].abs().tolist() == [step for step in range(1, 800) for _ in range(2)]
+    values = [batch.nested(name).unbind() for name in ("obs", "next_obs", "act")]
+    for reward, *found in zip(batch["reward"].int().tolist(), *values, strict=True):
+        env, step = int(reward < 0), abs(reward)
+        assert [value.tolist() for value in found] == [obs(env, step - 1), obs(env, step), [env] * (step % 7)]
+
+
 def test_a_writer_of_long_values_of_whom_nothing_is_acknowledged_is_stopped_by_their_bytes(small):
     config = tr.ReplayBuffer(TOKENS, 1000, ragged_bytes=1 << 22)._config
     send_buffer = SendBuffer(config, 1)

@@ -29,6 +29,9 @@ VIEWS = {"rows": tr.Rows(), "linked": tr.Transitions(n_step=2, gamma=1.0)}
 
 
 def make(view, capacity=2 * LANES * CALLS):
+    """Single rows have values of any length, too."""
+    if view is VIEWS["rows"]:
+        return tr.ReplayBuffer(SPEC | {"text": tr.Ragged(torch.uint8)}, capacity, view=view, ragged_bytes=1 << 21)
     return tr.ReplayBuffer(SPEC, capacity, view=view, seed=0)
 
 
@@ -41,7 +44,8 @@ def calls(writer, linked):
             writer.reset(obs=obs)
         else:
             values = {"obs": obs, "reward": np.full(LANES, t), "terminated": (t + lane) % 7 == 0, "truncated": flags}
-            (writer.step if linked else writer.extend)(**values)
+            texts = {} if linked else {"text": [b"%d" % at * ((t + at) % 40) for at in range(LANES)]}
+            (writer.step if linked else writer.extend)(**values, **texts)
         yield
 
 
@@ -65,9 +69,11 @@ def chunks_of(view, monkeypatch):
 
 def items(buffer):
     batch = buffer.gather(torch.arange(buffer.stats().rows_written))
-    names = sorted(batch.keys() - {"key", "weight", "probability"})
+    names = sorted(batch.keys() - {"key", "weight", "probability", "text", "offsets", "lengths"})
     n = len(batch["key"])
-    return [tuple(row) for row in torch.cat([batch[name].reshape(n, -1).double() for name in names], 1).tolist()]
+    rows = torch.cat([batch[name].reshape(n, -1).double() for name in names], 1).tolist()
+    texts = torch.split(batch["text"], batch.lengths("text").tolist()) if "text" in batch else [()] * n
+    return [(*row, *map(int, text)) for row, text in zip(rows, texts, strict=True)]
 
 
 def ingest(buffer, log, source, chunks):

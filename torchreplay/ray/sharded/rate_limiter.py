@@ -247,7 +247,7 @@ class LearnerLimiter:
             ahead.rule = -1
 
     def shorten(self, ahead: Round, n: int) -> None:
-        """Counts a round's items as given up, but for `n`."""
+        """Counts all but `n` items of a round as given up."""
         with self._lock:
             left, ahead.n = ahead.n - n, n
             if ahead.rule >= 0:
