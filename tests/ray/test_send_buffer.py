@@ -164,7 +164,6 @@ class Sending(tr.Writer):
         self.send_buffer.wanted = self._wanted_bytes()
         self.send(everything=False)
         assert self._admitted(), "it would wait until the next sweep"
-        self.send_buffer.wanted = 0
 
     def send(self, everything):
         self.send_buffer.cut(everything)

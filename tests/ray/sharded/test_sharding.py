@@ -282,6 +282,11 @@ def test_rows_of_any_length_of_both_nodes_are_drawn_gathered_and_fed_back_as_tho
         assert replay.stats().sampled == before + sum(batch.batch_size for batch in some)
         with pytest.raises(ValueError, match="budget names 'number', which is no ragged field"):
             replay.sample(1, budget={"number": 3})
+        for name, message in (("text", "'text' is Ragged"), ("other", "other")):
+            with pytest.raises(ValueError, match=message):
+                replay.rewrite(asked[:2], **{name: [1, 2]})
+        assert replay.rewrite(asked[:2], number=[-1, -2]) == 2
+        assert replay.gather(asked[:2])["number"].tolist() == [-1, -2]
 
 
 @pytest.mark.slow

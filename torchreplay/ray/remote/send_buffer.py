@@ -141,7 +141,7 @@ class SendBuffer:
         delay: What keeps rows from being taken; None when nothing is known to.
         ended: Why they are taken no more; None while they are.
         hurried: Whether somebody waits until everything is acknowledged.
-        wanted: Bytes of pages that the row needs for which the writer waits.
+        wanted: Bytes of pages that the row needs for which the writer waits, or has waited last.
         state: What the writer does.
     """
 
