@@ -229,7 +229,7 @@ def test_episodes_with_values_of_any_length_arrive_linked(small):
     assert writer.times
     batch = buffer.gather(buffer.keys())
     assert batch["reward"].abs().tolist() == [step for step in range(1, 800) for _ in range(2)]
-    values = [batch.nested(name).unbind() for name in ("obs", "next_obs", "act")]
+    values = [torch.split(batch[name], batch.lengths(name).tolist()) for name in ("obs", "next_obs", "act")]
     for reward, *found in zip(batch["reward"].int().tolist(), *values, strict=True):
         env, step = int(reward < 0), abs(reward)
         assert [value.tolist() for value in found] == [obs(env, step - 1), obs(env, step), [env] * (step % 7)]

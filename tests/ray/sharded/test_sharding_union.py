@@ -213,10 +213,8 @@ def test_values_of_any_length_of_several_shards_make_one_batch_as_one_buffer_doe
             ends = batch.offsets(name)
             assert (ends.dtype, ends.tolist()) == (torch.int32, np.cumsum([0, *map(len, values)]).tolist())
             assert np.array_equal(batch[name].numpy(), np.concatenate(values))
-            for i, value in enumerate(batch.nested(name).unbind()):
-                assert np.array_equal(value.numpy(), values[i])
-        padded = batch.padded("tokens", value=-1)
-        assert padded.shape == (64, batch.lengths("tokens").max())
+        assert batch.padded("tokens").shape == (64, batch.lengths("tokens").max())
+        assert batch.nested("tokens").shape[0] == 64
 
 
 def test_within_a_budget_stay_the_first_items_of_a_random_order_and_always_one(make):

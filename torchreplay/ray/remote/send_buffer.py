@@ -188,9 +188,11 @@ class SendBuffer:
             self._cut += rows  # after that: rows are never in neither
             self._admit()
             self.tell()
-        if self.wanted != self._granted:
+        if self.wanted:  # also where nothing is cut: a row may have counted twice when it was just being finished
+            granted = self._granted
             self._admit()
-            self.tell()
+            if self._granted != granted:  # or writer and sender would wake each other for ever
+                self.tell()
 
     def _admit(self) -> None:
         """Makes room for one chunk of rows, and for two of values or the row that needs more."""
