@@ -59,11 +59,14 @@ class Writer {
   }
   uint64_t completed() const { return linked_ ? lanes_.completed() : rows(); }
 
-  // Whether the limiter would let a row through now.
+  // Whether the limits of slots and of pages would let a row through now: the one that waits, or one without pages.
   bool admitted() const {
     const Header& h = memory().header();
-    return h.head.load(std::memory_order_relaxed) < h.ticket_limit.load(std::memory_order_relaxed);
+    return h.head.load(std::memory_order_relaxed) < h.ticket_limit.load(std::memory_order_relaxed) &&
+           (!pages_wanted_ || admits_run(memory(), pages_wanted_));
   }
+  // How many pages the row needs that has to wait for some.
+  uint64_t pages_wanted() const { return pages_wanted_; }
 
   // Gives its place up for good.
   void close() {
@@ -91,6 +94,7 @@ class Writer {
   void write(uint64_t n, Rows& rows, int64_t* keys, Fill& fill, Wait& wait, uint64_t run_bytes = 0) {
     const Header& h = memory().header();
     RingWriter ring(memory(), member_.id(), true);
+    pages_wanted_ = 0;
     for (uint64_t written = 0;;) {
       Append outcome = Append::kLimited;
       if (!h.stopped.load(std::memory_order_acquire)) {
@@ -111,6 +115,7 @@ class Writer {
             give_way();
           break;
         case Append::kLimited:
+          pages_wanted_ = ring.pages_wanted();
           wait_for_room(wait);
           break;
         case Append::kStalled:
@@ -272,7 +277,7 @@ class Writer {
   std::shared_ptr<Attachment> attachment_;
   Membership member_;
   bool linked_;
-  uint64_t row_bytes_ = 0;
+  uint64_t row_bytes_ = 0, pages_wanted_ = 0;
   Lanes lanes_;
   std::vector<int64_t> keys_;
   uint64_t owner_ = 0;    // the thread that the episodes under way belong to

@@ -75,7 +75,7 @@ inline void write_planned(PyObject* self, WriterObject& s, int64_t* answers) {
     return s.priorities.of(static_cast<uint64_t>(row.time) * s.lanes().size() + row.lane);
   };
   PythonWait wait(self);
-  s.session.write_planned(answers, s.first_key, priority_of, fill, wait, fill.checked_bytes(plan.size()));
+  s.session.write_planned(answers, s.first_key, priority_of, fill, wait, fill.checked_bytes(plan.size(), s.pages));
 }
 
 // Writes the planned rows, and returns their keys: an int without lanes.
@@ -270,6 +270,14 @@ inline PyMethodDef methods[] = {
     {"_relay", relay, METH_VARARGS, nullptr},
     // _admitted() -> bool: the limiter would let an append through now.
     {"_admitted", plain_method<Object, [](Object& s) { return s.session.require_open(), s.session.admitted(); }>,
+     METH_NOARGS, nullptr},
+    // _wanted_bytes() -> int: of pages, that the row needs which waits for some.
+    {"_wanted_bytes",
+     plain_method<Object,
+                  [](Object& s) {
+                    s.session.require_open();
+                    return s.session.pages_wanted() * s.session.memory().layout().pages.bytes;
+                  }>,
      METH_NOARGS, nullptr},
     {"_close", plain_method<Object, [](Object& s) { s.close(); }>, METH_NOARGS, nullptr},
     // _depart(): others count no more on this writer, unless a thread is using it, until it is used again.

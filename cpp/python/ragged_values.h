@@ -276,8 +276,9 @@ class RaggedValue {
 // The ragged fields of a call, some of them or all.
 class RaggedValues {
  public:
-  RaggedValues(const Fields& fields, const Layout& layout)
-      : fields_(fields), layout_(layout), values_(layout.ragged.size()), given_(fields.specs.size()) {}
+  // `pages`: those of which a value may take a quarter.
+  RaggedValues(const Fields& fields, const Layout& layout, const Pages& pages)
+      : fields_(fields), pages_(pages), values_(layout.ragged.size()), given_(fields.specs.size()) {}
 
   // There is no such field.
   bool empty() const { return values_.empty(); }
@@ -286,7 +287,7 @@ class RaggedValues {
   void open(size_t field, PyObject* o, Leading& leading) {
     const FieldSpec& spec = fields_.specs[field];
     const Ref& lengths = given_[field] ? given_[field] : given_[spec.of];
-    values_[spec.column].open(o, spec, leading, lengths.get(), layout_.pages);
+    values_[spec.column].open(o, spec, leading, lengths.get(), pages_);
   }
 
   // What `extend` got as its lengths: a dict of fields, or nothing.
@@ -339,7 +340,7 @@ class RaggedValues {
   }
 
   const Fields& fields_;
-  const Layout& layout_;
+  const Pages pages_;
   std::vector<RaggedValue> values_;  // of each ragged field
   std::vector<Ref> given_;           // lengths, of each field, where there are any
 };
@@ -376,19 +377,19 @@ class RaggedFill : public Row {
     }
   }
 
-  // Returns the bytes of the values of `n` rows; throws std::invalid_argument where one has too many.
-  uint64_t checked_bytes(uint64_t n) {
-    if (!layout_.pages.are_there()) return 0;
+  // Returns the bytes of the values of `n` rows; throws std::invalid_argument where one has more than a quarter of the
+  // pages.
+  uint64_t checked_bytes(uint64_t n, const Pages& pages) {
+    if (!pages.are_there()) return 0;
     uint64_t bytes = 0;
     for (uint64_t row = 0; row < n; row++) {
       const uint64_t own = place_values(layout_.ragged, lengths(row), nullptr);
-      if (pages_of(layout_, own) > layout_.pages.most())
-        throw std::invalid_argument(
-            "the values of a row take " + std::to_string(own) + " bytes together" +
-            (n > 1 ? " at index " + std::to_string(row) : "") + ", and may take at most " +
-            std::to_string(layout_.pages.most() * layout_.pages.bytes) +
-            ", a quarter of ragged_bytes=" + std::to_string(layout_.pages.count * layout_.pages.bytes) +
-            ": cut them, or make the buffer with more; nothing was written");
+      if (own > pages.most() * pages.bytes)
+        throw std::invalid_argument("the values of a row take " + std::to_string(own) + " bytes together" +
+                                    (n > 1 ? " at index " + std::to_string(row) : "") + ", and may take at most " +
+                                    std::to_string(pages.most() * pages.bytes) +
+                                    ", a quarter of ragged_bytes=" + std::to_string(pages.count * pages.bytes) +
+                                    ": cut them, or make the buffer with more; nothing was written");
       bytes += own;
     }
     return bytes;

@@ -15,30 +15,27 @@ inline char* open_column(ArrayView& view, PyObject* o, Element element, int64_t 
   return const_cast<char*>(a.data);
 }
 
-// _relay(block, n, before, keys, start): writes rows `start` to n of a block that copy_run() gave, and keeps their
-// keys.
+// _relay(block, n, before, keys, runs, start): writes rows `start` to n of a block that copy_run() gave, and keeps
+// their keys, and the pages of the last two.
 inline PyObject* relay(PyObject* self, PyObject* args) {
   return method<WriterObject>(self, [&](WriterObject& s) {
     const WriterUse use(self, s);
-    PyObject *block, *before, *keys;
+    PyObject *block, *before, *keys, *runs;
     unsigned long long n, start;
-    if (!PyArg_ParseTuple(args, "OKOOK", &block, &n, &before, &keys, &start)) throw PythonError{};
+    if (!PyArg_ParseTuple(args, "OKOOOK", &block, &n, &before, &keys, &runs, &start)) throw PythonError{};
     SegmentMemory& m = s.attached->memory();
-    const auto& columns = m.layout().fields;
     if (n > kMaxKeys || start > n) throw std::invalid_argument("bad number of relayed rows");
-    const BlockLayout at(m.layout(), n);
     const auto rows = static_cast<int64_t>(n);
-    ArrayView block_view, before_view, keys_view;
-    const char* data = open_column(block_view, block, Element::kU8, static_cast<int64_t>(at.bytes), "the block");
+    ArrayView block_view, before_view, keys_view, runs_view;
+    const int64_t bytes = block_view.open(block) && block_view.array.dims == 1 ? block_view.array.shape[0] : 0;
+    const char* data = open_column(block_view, block, Element::kU8, bytes, "the block");
     auto* from = reinterpret_cast<int64_t*>(open_column(before_view, before, Element::kI64, rows, "a predecessor"));
     auto* to = reinterpret_cast<int64_t*>(open_column(keys_view, keys, Element::kI64, rows, "a key"));
-    RelayedRows relayed(m, at, data, n, from, to, start);
-    auto fill = [&](uint64_t row, uint64_t slot) {
-      for (size_t f = 0; f < columns.size(); f++)
-        m.write(columns[f], slot, data + at.values[f] + (start + row) * columns[f].nbytes);
-    };
+    auto* pages = reinterpret_cast<int64_t*>(open_column(runs_view, runs, Element::kI64, 2, "a run"));
+    RelayedValues values(m, data, static_cast<uint64_t>(bytes), n, start);
+    RelayedRows relayed(m, values.at(), data, n, from, to, pages, start);
     PythonWait wait(self);
-    if (start < n) s.session.write(n - start, relayed, to + start, fill, wait);
+    if (start < n) s.session.write(n - start, relayed, to + start, values, wait, values.run_bytes());
   });
 }
 

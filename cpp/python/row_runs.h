@@ -6,9 +6,15 @@
 
 namespace torchreplay::py::segment {
 
-// admit(ticket) -> head: lets writers go on up to that ticket, and no further; returns the next one to be taken.
-inline PyObject* admit(PyObject* self, PyObject* ticket) {
-  return on_segment(self, [&](AttachedSegment& segment) { return admit_up_to(segment.memory(), as_uint(ticket)); });
+// admit(ticket, cut, bytes) -> head: lets the one writer go on up to that ticket, and no further; returns the next one
+// to be taken. Rows from key `cut` on, and those to come, have values of at most so many bytes together.
+inline PyObject* admit(PyObject* self, PyObject* args) {
+  return on_segment(self, [&](AttachedSegment& segment) {
+    unsigned long long ticket, cut = 0, bytes = 0;
+    if (!PyArg_ParseTuple(args, "K|KK", &ticket, &cut, &bytes)) throw PythonError{};
+    SegmentMemory& m = segment.memory();
+    return admit_up_to(m, ticket, cut, m.has_pages() ? pages_of(m.layout(), bytes) : 0);
+  });
 }
 
 // run_length(first, end) -> int: how many rows from key `first` on are there, without a gap.
@@ -20,6 +26,27 @@ inline PyObject* run_length(PyObject* self, PyObject* args) {
   });
 }
 
+// measure_run(first, end, most) -> (rows, bytes): what run_length() gives, but no rows behind the one with which values
+// of any length have `most` bytes; and the bytes of these values.
+inline PyObject* measure_run(PyObject* self, PyObject* args) {
+  return on_segment(self, [&](AttachedSegment& segment) {
+    unsigned long long first, end, most;
+    if (!PyArg_ParseTuple(args, "KKK", &first, &end, &most)) throw PythonError{};
+    const RunSize size = torchreplay::measure_run(segment.memory(), first, end, most);
+    return checked(
+        Py_BuildValue("KK", static_cast<unsigned long long>(size.rows), static_cast<unsigned long long>(size.bytes)));
+  });
+}
+
+// was_written(key, run1) -> bool: whether the row is there that was announced so, or would be gone by now.
+inline PyObject* was_written(PyObject* self, PyObject* args) {
+  return on_segment(self, [&](AttachedSegment& segment) {
+    unsigned long long key, run1;
+    if (!PyArg_ParseTuple(args, "KK", &key, &run1)) throw PythonError{};
+    return torchreplay::was_written(segment.memory(), key, run1);
+  });
+}
+
 // copy_run(first, n) -> (uint8 tensor, offset): the n rows from key `first` on, which run_length() found, in one block,
 // and where their links begin.
 inline PyObject* copy_run(PyObject* self, PyObject* args) {
@@ -28,7 +55,7 @@ inline PyObject* copy_run(PyObject* self, PyObject* args) {
     unsigned long long first, n;
     if (!PyArg_ParseTuple(args, "KK", &first, &n)) throw PythonError{};
     if (n > m.capacity()) throw std::invalid_argument("more rows than there are");
-    const BlockLayout at(m.layout(), n);
+    const BlockLayout at(m.layout(), n, torchreplay::measure_run(m, first, first + n).bytes);
     BlockOwner owner(Block::make(at.bytes, 1));
     char* data = owner.block->data();
     {

@@ -72,8 +72,9 @@ class PythonWait : public Wait {
 };
 
 struct WriterObject {
-  WriterObject(const std::shared_ptr<AttachedSegment>& a, StreamRoles r)
+  WriterObject(const std::shared_ptr<AttachedSegment>& a, StreamRoles r, const Pages& p)
       : attached(a),
+        pages(p),
         roles(std::move(r)),
         observations(Fields::pruned(a->fields.tree,
                                     [this](int f) { return !roles.observation.empty() && roles.observation[f]; })),
@@ -85,8 +86,8 @@ struct WriterObject {
                          reset_call(observations))),
         values(a->fields.fixed.size()),
         last(linked() ? values.size() : 0),
-        ragged(a->fields, a->memory().layout()),
-        ragged_last(a->fields, a->memory().layout()),
+        ragged(a->fields, a->memory().layout(), p),
+        ragged_last(a->fields, a->memory().layout(), p),
         given(a->fields.specs.size()) {}
 
   // Also of a writer that is closed, and has let go of the segment.
@@ -94,6 +95,7 @@ struct WriterObject {
   const Lanes& lanes() const { return session.lanes(); }
 
   std::shared_ptr<AttachedSegment> attached;
+  Pages pages;  // of the buffer in which the rows end: a row's values take a quarter of them at most
   StreamRoles roles;
   std::vector<Node> observations;  // names of the observation fields
   KeywordMatcher matcher, reset_matcher;
@@ -167,14 +169,21 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
   return as_status(guarded([&] {
     PyObject *segment, *type, *roles;
     long long first_key = 0;
-    if (!PyArg_ParseTuple(args, "OOO|L", &type, &segment, &roles, &first_key)) throw PythonError{};
+    unsigned long long capacity = 0, ragged_bytes = 0;
+    if (!PyArg_ParseTuple(args, "OOO|L(KK)", &type, &segment, &roles, &first_key, &capacity, &ragged_bytes))
+      throw PythonError{};
     if (!PyObject_TypeCheck(segment, reinterpret_cast<PyTypeObject*>(type)))
       throw std::invalid_argument("expected a Segment");
     const std::shared_ptr<AttachedSegment> attached = state_of<SegmentObject>(segment).attached();
     const bool linked = attached->linked();
     if (linked != (roles != Py_None)) throw std::invalid_argument("a linked view needs the roles of the fields");
+    Pages pages = attached->memory().layout().pages;
+    if (capacity && ragged_bytes) {
+      pages.bytes = page_bytes(ragged_bytes, capacity);
+      pages.count = ragged_bytes / pages.bytes;
+    }
     auto state = std::make_unique<WriterObject>(
-        attached, linked ? StreamRoles::parse(roles, attached->fields.specs) : StreamRoles{});
+        attached, linked ? StreamRoles::parse(roles, attached->fields.specs) : StreamRoles{}, pages);
     state->first_key = first_key;
     install(self, state.release());
     return Py_NewRef(Py_None);
@@ -211,7 +220,7 @@ inline void write_rows(PyObject* self, WriterObject& s, uint64_t n, int64_t* key
                   [&](size_t field, uint64_t row) { return std::pair(&s.ragged.of(fields.specs[field].column), row); });
   SingleRows rows{s.priorities};
   PythonWait wait(self);
-  s.session.write(n, rows, keys, fill, wait, fill.checked_bytes(n));
+  s.session.write(n, rows, keys, fill, wait, fill.checked_bytes(n, s.pages));
   for (uint64_t i = 0; i < n; i++) keys[i] += s.first_key;
 }
 

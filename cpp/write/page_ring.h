@@ -21,6 +21,13 @@ inline void spoil(std::atomic<uint64_t>& word, uint64_t ticket) {
   }
 }
 
+// Whether the limit lets a run of `n` pages through now.
+inline bool admits_run(const SegmentMemory& m, uint64_t n) {
+  const Header& h = m.header();
+  const uint64_t first = start_of_run(m, h.page_head.load(std::memory_order_relaxed), n);
+  return first + n <= h.page_limit.load(std::memory_order_acquire);
+}
+
 // The pages of one writer's next row.
 class PageRing {
  public:

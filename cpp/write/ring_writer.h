@@ -39,6 +39,9 @@ class RingWriter {
   // From now on it does not give way.
   void pass_gate() { gated_ = false; }
 
+  // How many pages the row needs that has to wait for some; 0: it waits for a slot, or none does.
+  uint64_t pages_wanted() const { return pages_wanted_; }
+
   // Writes up to `n` rows, `fill(row, slot)` copying the payload of row 0, 1, ... (it must not throw), and stores their
   // keys. Adds the number written to `written`. O(n) and the copies; no lock, no system call. Of ragged fields
   // `fill.lengths(row)` gives the lengths of each group, and `fill.run(row, to)` copies the values to where
@@ -49,7 +52,7 @@ class RingWriter {
   }
 
   // The same for rows that depend on the keys before them: rows.meta(i) is called when row i is about to be written,
-  // rows.commit(i, key) when it is, and rows.announce(i, key), where there is one, before each attempt.
+  // rows.commit(i, key) when it is, and rows.announce(i, key, run), where there is one, before each attempt.
   template <class Rows, class Fill>
     requires(!std::is_pointer_v<std::remove_reference_t<Rows>>)
   Append append(uint64_t n, Rows&& rows, int64_t* keys, uint64_t& written, Fill&& fill) {
@@ -89,7 +92,7 @@ class RingWriter {
       announce(first, chunk);
       for (uint64_t key = first; key < first + chunk; key++) {
         const uint64_t slot = memory_.slot_of(key);
-        if constexpr (requires { rows.announce(written, key); }) rows.announce(written, key);
+        if constexpr (requires { rows.announce(written, key, Run{}); }) rows.announce(written, key, Run{});
         const Fate fate = write(key, slot, rows.meta(written), [&] { fill(written, slot); });
         if (fate == Fate::kLost) return Append::kLost;
         if (fate == Fate::kHole) {
@@ -130,7 +133,7 @@ class RingWriter {
         continue;
       announce(key, 1);
       const uint64_t slot = memory_.slot_of(key);
-      if constexpr (requires { rows.announce(written, key); }) rows.announce(written, key);
+      if constexpr (requires { rows.announce(written, key, pages.run()); }) rows.announce(written, key, pages.run());
       const Fate fate = write(key, slot, rows.meta(written), [&] {
         fill(written, slot);
         describe_run(slot, pages.run(), lengths);
@@ -159,9 +162,11 @@ class RingWriter {
   std::optional<Append> fill_run(PageRing& pages, uint64_t row, const uint32_t* lengths, Fill& fill) {
     const Layout& layout = memory_.layout();
     const uint64_t n = pages_of(layout, place_values(layout.ragged, lengths, nullptr));
+    pages_wanted_ = 0;
     while (n > 0 && pages.run().pages == 0) {
       switch (pages.take(n)) {
         case PageRing::Taken::kLimited:
+          pages_wanted_ = n;
           return Append::kLimited;
         case PageRing::Taken::kStalled:
           return Append::kStalled;
@@ -252,7 +257,8 @@ class RingWriter {
   Participant& entry_;
   uint64_t writer_;
   std::optional<PageRing> pages_;  // made when it is first needed: most segments have none
-  bool queued_;                    // it waits for learners
+  uint64_t pages_wanted_ = 0;
+  bool queued_;  // it waits for learners
   bool gated_;
   bool linked_;
 };

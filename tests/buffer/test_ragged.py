@@ -12,9 +12,7 @@ import torch
 from ragged_model import RaggedModel, random_values, split
 
 import torchreplay as tr
-from torchreplay.buffer.replay_buffer import local_sampler
 from torchreplay.ops import Ring
-from torchreplay.ray.remote.send_buffer import SendBuffer
 from torchreplay.schema.spec import ELEMENTS, Ragged
 
 TOKENS = {
@@ -388,7 +386,6 @@ def test_parts_that_know_fields_of_one_shape_alone_refuse_others_with_their_name
         "torchreplay.ops": lambda: Ring(buffer),
         "save()": lambda: buffer.save(tmp_path / "checkpoint"),
         "copy()": buffer.copy,
-        "a writer on another node": lambda: SendBuffer(local_sampler(buffer).config, 1),
         "tr.check": lambda: tr.check(gymnasium.make("CartPole-v1"), buffer),
         "sampler=Fifo": lambda: tr.ReplayBuffer(TOKENS, 10, ragged_bytes=4096, sampler=tr.Fifo()),
     }

@@ -46,6 +46,11 @@ def write_steps(writer, rng, steps):
             writer.step(**v, priority=rng.random(LANES) if step % 3 else None)
 
 
+def runs():
+    """Room for where the last rows have their values of any length."""
+    return np.zeros(2, np.int64)
+
+
 class Relay:
     """Writes rows of `there` to `here`, linked by what it knows of the streams."""
 
@@ -59,7 +64,7 @@ class Relay:
         before = block[links_at : links_at + 8 * n].view(torch.int64).numpy() >> 16
         known = np.array([self.keys.get(int(b), first - int(b)) for b in before])
         keys = np.full(n, -1)
-        self.writer._relay(block, n, known, keys, 0)
+        self.writer._relay(block, n, known, keys, runs(), 0)
         self.keys.update({first + i + 1: int(k) + 1 for i, k in enumerate(keys)})
 
 
@@ -127,9 +132,9 @@ def test_a_link_to_a_row_that_cannot_be_there_is_refused(before):
     there.extend(**values(np.random.default_rng(0), 3))
     block, _ = there._segment.copy_run(0, 3)
     with pytest.raises(ValueError, match="linked with nothing"):
-        tr.Writer(here._segment, here._config)._relay(block, 3, np.array(before), np.full(3, -1), 0)
+        tr.Writer(here._segment, here._config)._relay(block, 3, np.array(before), np.full(3, -1), runs(), 0)
     with pytest.raises(ValueError, match="block"):
-        tr.Writer(here._segment, here._config)._relay(block[:-1], 3, np.zeros(3, int), np.full(3, -1), 0)
+        tr.Writer(here._segment, here._config)._relay(block[:-1], 3, np.zeros(3, int), np.full(3, -1), runs(), 0)
     assert here.stats().rows_written == 0
 
 
@@ -145,10 +150,10 @@ def test_rows_with_steps_that_do_not_follow_on_those_before_are_refused(wrong):
     writer = tr.Writer(here._segment, here._config)
     steps[wrong] += 1
     with pytest.raises(ValueError, match=r"row \d of the block does not go on where its episode is"):
-        writer._relay(block, 4, before, keys, 0)
+        writer._relay(block, 4, before, keys, runs(), 0)
     assert here.stats().rows_written == 0
     steps[wrong] -= 1
-    writer._relay(block, 4, before, keys, 0)
+    writer._relay(block, 4, before, keys, runs(), 0)
     assert len(here.sample(8)["key"]) == 8
 
 
@@ -166,11 +171,11 @@ def test_a_row_goes_on_where_the_row_before_it_in_the_buffer_is(key1, step, good
     block[links_at + 64 : links_at + 68].view(torch.int32)[0] = step
     writer = tr.Writer(here._segment, here._config)
     if good:
-        writer._relay(block, 1, np.array([key1]), np.full(1, -1), 0)
+        writer._relay(block, 1, np.array([key1]), np.full(1, -1), runs(), 0)
         assert here.stats().rows_written == 3
     else:
         with pytest.raises(ValueError, match="does not go on where its episode is"):
-            writer._relay(block, 1, np.array([key1]), np.full(1, -1), 0)
+            writer._relay(block, 1, np.array([key1]), np.full(1, -1), runs(), 0)
 
 
 def test_a_relay_that_was_interrupted_goes_on_where_it_was():
@@ -186,11 +191,11 @@ def test_a_relay_that_was_interrupted_goes_on_where_it_was():
     here._segment.admit(0)
     writer = Interrupted(here._segment, here._config)
     with pytest.raises(tr.ReplayTimeout):
-        writer._relay(block, 6, np.zeros(6, int), keys, 0)
+        writer._relay(block, 6, np.zeros(6, int), keys, runs(), 0)
     assert (keys == -1).all()
     assert len(here) == 0
     here._segment.admit(100)
-    writer._relay(block, 6, np.zeros(6, int), keys, 4)  # as if rows 0 to 3 were there
+    writer._relay(block, 6, np.zeros(6, int), keys, runs(), 4)  # as if rows 0 to 3 were there
     assert keys.tolist() == [-1] * 4 + [0, 1]
     assert torch.equal(here.storage["obs"][:2], torch.from_numpy(given["obs"][4:]))
 
@@ -213,3 +218,85 @@ def test_an_end_by_hand_admits_no_more_rows_than_before():
     writer.end_episode()
     len(buffer)
     assert not writer._admitted()
+
+
+TOKENS = {
+    "tokens": tr.Ragged(torch.int32),
+    "logprob": tr.Ragged(torch.float64, like="tokens"),
+    "points": tr.Ragged(torch.uint8, (3,)),
+    "number": tr.Field((), torch.int64),
+}
+
+
+def ragged_row(random, number, most=60):
+    length = 0 if random.random() < 0.2 else int(random.integers(0, most))
+    return {
+        "tokens": random.integers(-(2**31), 2**31, length).astype(np.int32),
+        "logprob": random.random(length),
+        "points": random.integers(0, 256, (int(random.integers(0, 9)), 3)).astype(np.uint8),
+        "number": number,
+    }
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_values_of_any_length_are_the_same_in_a_ring_of_other_pages(seed):
+    """Beside a list of arrays, over several turns of both rings."""
+    random, rows = np.random.default_rng(seed), []
+    there = tr.ReplayBuffer(TOKENS, 40, ragged_bytes=1 << 15)
+    here = tr.ReplayBuffer(TOKENS, 1000, ragged_bytes=1 << 20)
+    writer, taken = tr.Writer(there._segment, there._config), 0
+    relayed = tr.Writer(here._segment, here._config)
+    while len(rows) < 300:
+        new = [ragged_row(random, len(rows) + i) for i in range(int(random.integers(1, 8)))]
+        writer.extend(**{name: [row[name] for row in new] for name in TOKENS})
+        rows += new
+        n, _ = there._segment.measure_run(taken, len(rows), int(random.integers(1, 4000)))
+        assert n > 0
+        while n:
+            keys = np.full(n, -1)
+            relayed._relay(there._segment.copy_run(taken, n)[0], n, np.zeros(n, int), keys, runs(), 0)
+            assert keys.tolist() == list(range(taken, taken + n))
+            taken += n
+            n = there._segment.measure_run(taken, len(rows), 1 << 40)[0]
+    batch = here.gather(np.arange(len(rows)))
+    assert batch["number"].tolist() == list(range(len(rows)))
+    for name in ("tokens", "logprob", "points"):
+        assert batch.lengths(name).tolist() == [len(row[name]) for row in rows]
+        assert np.array_equal(batch[name].numpy(), np.concatenate([row[name] for row in rows]))
+
+
+def test_a_run_is_measured_up_to_the_row_with_which_its_values_are_so_many_bytes():
+    buffer = tr.ReplayBuffer({"text": tr.Ragged(torch.uint8), "n": tr.Field()}, 10, ragged_bytes=1 << 14)
+    buffer.extend(text=[b"x" * 80, b"", b"y" * 17, b"z"], n=[0, 1, 2, 3])
+    sizes = [80, 0, 24, 8]  # values lie at multiples of 8
+    for most, expected in ((1, 1), (80, 1), (81, 3), (104, 3), (105, 4), (10**6, 4)):
+        assert buffer._segment.measure_run(0, 10, most) == (expected, sum(sizes[:expected]))
+    assert buffer._segment.measure_run(1, 3, 10**6) == (2, 24)
+    assert buffer._segment.measure_run(4, 10, 10**6) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda block, lengths: lengths.__setitem__(1, 11), "says that row 2 has 40 bytes, expected 16 at most"),
+        (lambda block, lengths: lengths.__setitem__(2, 5), "has values of 96 bytes, expected 88 by the rows' lengths"),
+        (lambda block, lengths: lengths.__setitem__(0, -(2**31)), "row 0 whose values take more than a quarter"),
+        (lambda block, lengths: lengths.__setitem__(1, 600), "row 1 whose values take more than a quarter of ragged_b"),
+        (lambda block, lengths: block[:-8], "says that row 2 has 40 bytes, expected 32 at most"),
+        (lambda block, lengths: torch.cat([block, block[:8]]), "has values of 104 bytes, expected 96 by the rows'"),
+        (lambda block, lengths: block[:100], "of 3 relayed rows has 100 bytes, expected 256"),
+    ],
+)
+def test_a_block_whose_lengths_do_not_fit_is_refused_before_a_row_is_written(spoil, message):
+    spec = {"tokens": tr.Ragged(torch.int32), "like": tr.Ragged(torch.uint8, like="tokens")}
+    there, here = (tr.ReplayBuffer(spec, 10, ragged_bytes=8192) for _ in range(2))
+    there.extend(tokens=[[1], range(2, 10), range(7)], like=[[1], [2] * 8, [3] * 7])
+    # 4 + 1, 32 + 8 and 28 + 7 bytes, each at a multiple of 8: 16, 40 and 40. The lengths are the first column.
+    block, _ = there._segment.copy_run(0, 3)
+    lengths = block[:12].view(torch.int32)
+    assert lengths.tolist() == [1, 8, 7]
+    spoilt = spoil(block, lengths)
+    writer, keys = tr.Writer(here._segment, here._config), np.full(3, -1)
+    with pytest.raises(ValueError, match=message):
+        writer._relay(block if spoilt is None else spoilt, 3, np.zeros(3, int), keys, runs(), 0)
+    assert (here.stats().rows_written, keys.tolist()) == (0, [-1] * 3)

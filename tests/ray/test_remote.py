@@ -12,6 +12,7 @@ import pytest
 import torch
 from forked import Forked, eventually, shared_counters
 from remote_explorers import STEPS, Explorer, Owner, assert_complete, make_buffer, rows_of, write_when_it_is_closed
+from rollouts import ROLLOUTS, assert_rollouts, rollout, write_rollouts
 
 import torchreplay as tr
 from torchreplay.ray.remote import remote_weights
@@ -186,6 +187,35 @@ def test_a_killed_ingest_loses_and_doubles_nothing(cluster, explorer):
         counts = rows["count"][rows["writer"] == writer]
         assert torch.equal(counts, torch.arange(len(counts)))
         assert written - 10 <= len(counts) <= written, "only the last ten were not acknowledged"
+
+
+def test_values_of_any_length_of_another_node_come_as_they_are_and_outlast_a_killed_ingest(cluster, explorer):
+    buffer = tr.ReplayBuffer(ROLLOUTS, 2000, ragged_bytes=1 << 22)
+    far = explorer(1, buffer)
+
+    def do(call):
+        return cluster.ray.get(far.try_to.remote(call))
+
+    def refused(call):
+        with buffer.writer() as writer, pytest.raises(ValueError) as caught:  # the texts are compared
+            call(buffer, writer)
+        return do(call) == (caught.type, str(caught.value))
+
+    do(lambda b, w: write_rollouts(b, w, 0, 300))
+    kill_serving(cluster, "Ingest", buffer)
+    do(lambda b, w: write_rollouts(b, w, 300, 301))
+    assert assert_rollouts(buffer.gather(buffer.keys())) == list(range(601))
+    assert refused(lambda b, w: w.append(**rollout(1) | {"text": bytes(1 << 21)}))
+    assert refused(lambda b, w: w.append(**rollout(1) | {"logprob": [0.5]}))
+    assert refused(lambda b, w: w.append(**rollout(1) | {"text": "no bytes"}))
+    # Half of all that fits, and the rollouts before and behind it.
+    do(lambda b, w: write_rollouts(b, w, 601, 8))
+    do(lambda b, w: w.append(**rollout(609) | {"text": bytes(1 << 20)[:-900]}))
+    do(lambda b, w: w.append(**rollout(610)))
+    do(lambda b, w: w.flush())
+    assert buffer.stats().rows_written == 611
+    assert buffer.gather([609]).lengths("text").tolist() == [(1 << 20) - 900]
+    assert assert_rollouts(buffer.gather([*range(601, 609), 610])) == [*range(601, 609), 610]
 
 
 def test_questions_and_idle_writers_outlast_a_killed_ingest(cluster, explorer):

@@ -13,10 +13,12 @@ import torchreplay as tr
 
 pytest.importorskip("ray")
 from torchreplay.ray import ReplayLost
-from torchreplay.ray.remote.ingest_actor import Answer
+from torchreplay.ray.remote import send_buffer as send_buffers
+from torchreplay.ray.remote.ingest_actor import Answer, IngestWriter
 from torchreplay.ray.remote.remote_buffer import RemoteBuffer, RemoteWriter
 from torchreplay.ray.remote.row_sender import RowSender
 from torchreplay.ray.runtime.actor_client import ActorClient, NodeActor
+from torchreplay.segment.delivery_log import DeliveryLog
 from torchreplay.workers.worker_process import WorkerProcess
 
 CONFIG = tr.ReplayBuffer({"n": tr.Field((), torch.int64)}, 100)._config
@@ -122,6 +124,32 @@ def test_a_remote_writer_refuses_what_a_local_one_refuses_and_sends_nothing_of_i
         writer.flush()
         assert writer.rows == 6
     assert sum(chunk.rows for chunk in chunks) == 6
+
+
+def test_a_row_that_needs_more_pages_than_there_is_room_for_gets_them(sender_to, monkeypatch):
+    """Of rows of a few bytes to four chunks, each as long as its number says."""
+    monkeypatch.setattr(send_buffers, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(send_buffers, "WINDOW_BYTES", 3 << 16)
+    buffer = tr.ReplayBuffer(
+        {"text": tr.Ragged(torch.uint8), "n": tr.Field((), torch.int64)}, 1000, ragged_bytes=1 << 26
+    )
+    sizes = [int(size) for size in np.random.default_rng(0).choice([3, 5000, 1 << 16, 1 << 18], 200)]
+    log, chunks = DeliveryLog(), []
+
+    def answer(chunk):
+        chunks.append(chunk)
+        return Answer(chunk.number)
+
+    with RemoteWriter(sender_to(answer), buffer._config, None, "next_step") as writer:
+        for n, size in enumerate(sizes):
+            writer.append(text=b"%c" % n * size, n=n)
+    ingest = IngestWriter(buffer, log.entry(1, 1, 4096, True))
+    for chunk in chunks:
+        ingest.write(chunk)
+    batch = buffer.gather(range(200))
+    assert batch["n"].tolist() == list(range(200))
+    assert batch.lengths("text").tolist() == sizes
+    assert np.array_equal(batch["text"].numpy(), np.repeat(np.arange(200, dtype=np.uint8), sizes))
 
 
 @pytest.mark.parametrize("ending", [ReplayLost("its process is gone"), tr.Stopped("it was stopped")])

@@ -29,6 +29,9 @@ VIEWS = {"rows": tr.Rows(), "linked": tr.Transitions(n_step=2, gamma=1.0)}
 
 
 def make(view, capacity=2 * LANES * CALLS):
+    """Single rows have values of any length, too."""
+    if view is VIEWS["rows"]:
+        return tr.ReplayBuffer(SPEC | {"text": tr.Ragged(torch.uint8)}, capacity, view=view, ragged_bytes=1 << 21)
     return tr.ReplayBuffer(SPEC, capacity, view=view, seed=0)
 
 
@@ -41,7 +44,8 @@ def calls(writer, linked):
             writer.reset(obs=obs)
         else:
             values = {"obs": obs, "reward": np.full(LANES, t), "terminated": (t + lane) % 7 == 0, "truncated": flags}
-            (writer.step if linked else writer.extend)(**values)
+            texts = {} if linked else {"text": [b"%d" % at * ((t + at) % 40) for at in range(LANES)]}
+            (writer.step if linked else writer.extend)(**values, **texts)
         yield
 
 
@@ -65,9 +69,11 @@ def chunks_of(view, monkeypatch):
 
 def items(buffer):
     batch = buffer.gather(torch.arange(buffer.stats().rows_written))
-    names = sorted(batch.keys() - {"key", "weight", "probability"})
+    names = sorted(batch.keys() - {"key", "weight", "probability", "text", "offsets", "lengths"})
     n = len(batch["key"])
-    return [tuple(row) for row in torch.cat([batch[name].reshape(n, -1).double() for name in names], 1).tolist()]
+    rows = torch.cat([batch[name].reshape(n, -1).double() for name in names], 1).tolist()
+    texts = torch.split(batch["text"], batch.lengths("text").tolist()) if "text" in batch else [()] * n
+    return [(*row, *map(int, text)) for row, text in zip(rows, texts, strict=True)]
 
 
 def ingest(buffer, log, source, chunks):
@@ -131,6 +137,46 @@ def test_a_row_whose_writing_was_not_noted_comes_once_also_when_the_ring_has_tur
     IngestWriter(buffer, log.entry(source.writer, 1, source.rows, True)).write(chunk)
     assert buffer.stats().rows_written == (103 if turned else 3)
     assert (buffer.storage["x"] >= 1000).sum() == (0 if turned else 3)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("turned", ["not", "pages", "pages of those before"])
+def test_a_row_of_any_length_that_was_not_noted_comes_once_also_when_others_have_its_pages(rows, turned):
+    """What was announced last was written, and then its pages were taken again, or those of the rows before it."""
+    buffer = tr.ReplayBuffer({"text": tr.Ragged(torch.uint8), "x": tr.Field((), torch.int64)}, 100, ragged_bytes=4096)
+    send_buffer, log = SendBuffer(buffer._config, 1), DeliveryLog()
+    with tr.Writer(send_buffer.segment, buffer._config) as writer:
+        for x in range(rows):
+            writer.append(text=b"x" * 600, x=1000 + x)
+    send_buffer.cut(everything=True)
+    chunk, source = send_buffer.window.chunks[0], send_buffer.source
+    entry = log.entry(source.writer, 1, source.rows, True)
+    entry.begin(1, rows)
+    killed = tr.Writer(buffer._segment, buffer._config)
+    killed._relay(chunk.block, rows, np.zeros(rows, int), entry.keys[:rows], entry.runs, 0)
+    # Rows of 640 bytes in 4096: six fit.
+    others = {"not": 0, "pages": 7, "pages of those before": 6 - 1}[turned]
+    buffer.extend(text=[b"y" * 600] * others, x=np.arange(others))
+    assert len(buffer) == min(6, rows + others)
+    IngestWriter(buffer, entry).write(chunk)
+    assert buffer.stats().rows_written == rows + others
+    assert entry.keys[:rows].tolist() == list(range(rows))
+
+
+def test_a_row_of_any_length_that_was_announced_and_not_written_is_written():
+    buffer = tr.ReplayBuffer({"text": tr.Ragged(torch.uint8)}, 100, ragged_bytes=4096)
+    send_buffer, log = SendBuffer(buffer._config, 1), DeliveryLog()
+    with tr.Writer(send_buffer.segment, buffer._config) as writer:
+        writer.extend(text=[b"first", b"second"])
+    send_buffer.cut(everything=True)
+    chunk, source = send_buffer.window.chunks[0], send_buffer.source
+    entry = log.entry(source.writer, 1, source.rows, True)
+    entry.begin(1, 2)
+    buffer.extend(text=[b"third"])
+    entry.keys[:2], entry.runs[:] = [0, 1], [1, 2]  # row 0 is "third", and row 1 was never busy
+    IngestWriter(buffer, entry).write(chunk)
+    batch = buffer.gather([0, 1])
+    assert bytes(batch["text"].numpy()) == b"thirdsecond"
 
 
 def test_a_writer_that_is_forgotten_leaves_its_place():

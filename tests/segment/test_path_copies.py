@@ -165,7 +165,7 @@ def test_a_closed_writer_that_somebody_still_has_keeps_no_file_in_use(tmp_path):
         writer.flush,
         writer._admitted,
         lambda: writer._truncate([0]),
-        lambda: writer._relay(None, 1, None, None, 0),
+        lambda: writer._relay(None, 1, None, None, None, 0),
     ):
         with pytest.raises(ValueError, match="the writer is closed"):
             use()

@@ -1,5 +1,6 @@
 """Shards in this process, called directly: what rounds need of a cluster, for tests of their arithmetic."""
 
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,8 +16,17 @@ from torchreplay.schema.config import Config
 SPEC = {"home": tr.Field((), "int64"), "index": tr.Field((), "int64")}
 
 
+def through_the_object_store(value):
+    """Returns what comes out there: large arrays are read only, and no copies of their own."""
+    buffers = []
+    pickled = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(pickled, buffers=[bytes(buffer.raw()) for buffer in buffers])
+
+
 class LocalShards:
     """`sizes[k]` rows in shard k, whose values say which they are; shard `here` is the one on the learner's node.
+
+    `ragged`: fields with values of any length, the bytes for them, and what gives the values of row i of shard k.
 
     Attributes:
         before_draw: Called with each shard's number and buffer before its candidates are drawn: what explorers and
@@ -24,8 +34,9 @@ class LocalShards:
         orders: So far.
     """
 
-    def __init__(self, sizes, sampler, here=None, capacity=1 << 14):
-        config = Config.of(SPEC, capacity, sampler, None, None)
+    def __init__(self, sizes, sampler, here=None, capacity=1 << 14, ragged=None):
+        fields, ragged_bytes, values_of = ragged or ({}, None, None)
+        config = Config.of(SPEC | fields, capacity, sampler, None, None, None, ragged_bytes)
         self.sampler = config.sampler
         self.layout = Layout(config.outputs())
         self.shards, self.keys = [], []
@@ -33,6 +44,8 @@ class LocalShards:
             shard = Shard(number, config, 100 + number, None)
             shard.open()
             rows = {"home": np.full(size, number), "index": np.arange(size)}
+            for name in fields:
+                rows[name] = [values_of(number, i)[name] for i in range(size)]
             self.keys.append(shard._buffer.extend(**rows) if size else None)
             self.shards.append(shard)
         self.table = SimpleNamespace(entries=dict.fromkeys(range(len(sizes))))
@@ -46,16 +59,16 @@ class LocalShards:
     def buffer(self, number):
         return self.shards[number]._buffer
 
-    def order(self, candidates, room=None):
+    def order(self, candidates, layout=None, room=None):
         answers = {}
         for number, count in candidates.items():
             self.before_draw(number, self.buffer(number))
-            if room is not None and number == self.here:
-                answers[number] = self.nearby.draw(count, 1.0, room).result()
+            if layout is not None and number == self.here:
+                answers[number] = self.nearby.draw(count, 1.0, layout, room).result()
             else:
                 figures, block = self.shards[number].draw(count, 1.0)
                 # The block is the shard's to use again: the object store takes a copy.
-                answers[number] = figures, None if block is None else block.copy()
+                answers[number] = figures, through_the_object_store(block)
             self.orders += 1
         return answers
 
@@ -66,10 +79,11 @@ class LocalShards:
         self.figures |= {number: figures for number, (figures, _) in calls.items()}
         return calls
 
-    def batch(self, n, step, beta=0.4, slack=1 / 64, place=None):
+    def batch(self, n, step, beta=0.4, slack=1 / 64, place=None, budget=None):
         chance = np.random.Generator(np.random.Philox(key=[7, 0], counter=step << 64))
         here = self.here is not None
-        return SampleRequest(self, self.layout, Round(n), chance, slack, here, place).finish(self.sampler, beta, None)
+        request = SampleRequest(self, self.layout, Round(n), chance, slack, here, place)
+        return request.finish(self.sampler, beta, None, budget)
 
     def close(self):
         if self.here is not None:

@@ -24,7 +24,7 @@ from torchreplay.segment.segment_file import NewFile, boot_number
 
 @contextmanager
 def new_segment(
-    config: Config, path: Path | None, seed: int, by_and_by: bool
+    config: Config, path: Path | None, seed: int, by_and_by: bool, pages_when_used: bool = False
 ) -> Iterator[tuple[_C.Segment, int, Reservation]]:
     """Makes a segment; where a path is given, in a new file, which is there when the context has ended in order.
 
@@ -33,6 +33,7 @@ def new_segment(
         path: The file.
         seed: Of the draws.
         by_and_by: Whether large fields may be reserved in what is yielded, before rows are placed there.
+        pages_when_used: Whether pages for values of any length are not reserved, but taken when they are first used.
 
     Yields:
         The segment, its identity, and its memory as far as it is reserved.
@@ -48,7 +49,11 @@ def new_segment(
     with nullcontext() if path is None else NewFile(path, size) as new:
         if new is None:
             placed = (arrays, config.capacity, SPARE + page_tables(size)) if by_and_by else ()
-            reservation = begin_reservation(size, what, *placed)
+            beyond = 0
+            if pages_when_used and config.ragged:
+                regions = _C.segment_regions(config.capacity, native, shape, len(text.encode()))
+                beyond = size - regions["page_words"]
+            reservation = begin_reservation(size - beyond, what, *placed, beyond=beyond)
         else:
             reservation = Reservation(new.fd, 0, what)
         with reservation:

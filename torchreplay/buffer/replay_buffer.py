@@ -809,6 +809,15 @@ def local_sampler(buffer: ReplayBuffer) -> LocalSampler:
     return buffer._sampler
 
 
+def collecting_buffer(config: Config) -> ReplayBuffer:
+    """Returns a buffer that collects rows for another one: pages that are never used take no memory.
+
+    For the other rooms of this package.
+    """
+    with new_segment(config, None, 0, by_and_by=False, pages_when_used=True) as (segment, nonce, _):
+        return ReplayBuffer._over(segment, nonce, config)
+
+
 def draw(buffer: ReplayBuffer, batch_size: int, beta: Schedule | None = None) -> ReplayBatch:
     """Returns what `buffer.sample` does, and warns of nothing: for calls of libraries that take what there is.
 

@@ -61,7 +61,8 @@ class Writer(_C.Writer, Closeable):
         autoreset: Autoreset = "next_step",
         first_key: int = 0,
     ) -> None:
-        super().__init__(_C.Segment, segment, roles_of(config, num_envs, autoreset), first_key)
+        room = config.capacity, config.ragged_bytes or 0  # of which values of any length may take a quarter
+        super().__init__(_C.Segment, segment, roles_of(config, num_envs, autoreset), first_key, room)
         self._segment = segment
         self._config = config
         self._num_envs = num_envs

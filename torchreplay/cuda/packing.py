@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from torchreplay.schema.batch import ReplayBatch
-from torchreplay.schema.spec import ELEMENTS, Field, Path, nest
+from torchreplay.schema.spec import ELEMENTS, Column, Field, Path, nest
 from torchreplay.schema.tensor_info import pack
 
 DRAWN: Mapping[Path, Field] = {("weight",): Field(), ("probability",): Field()}
@@ -21,16 +21,18 @@ class Packing:
     Args:
         fields: What is packed, by path.
         batch_size: Items of each, B.
+        sizes: The first dimension of those that have another one, by path.
 
     Attributes:
         infos: Where they lie, in the order of `fields`.
         nbytes: Of the block.
     """
 
-    def __init__(self, fields: Mapping[Path, Field], batch_size: int) -> None:
+    def __init__(self, fields: Mapping[Path, Column], batch_size: int, sizes: Mapping[Path, int] | None = None) -> None:
         self._unpack = torch.ops.torchreplay._unpack.default
         self._paths = list(fields)
-        self.infos, self.nbytes = pack((field.dtype, (batch_size, *field.shape)) for field in fields.values())
+        first = dict.fromkeys(fields, batch_size) | dict(sizes or {})
+        self.infos, self.nbytes = pack((field.dtype, (first[path], *field.shape)) for path, field in fields.items())
         places: list[int] = []
         for dtype, shape, offset, _ in self.infos:
             strides = (math.prod(shape[d + 1 :]) for d in range(len(shape)))

@@ -50,6 +50,7 @@ _ENTRY: Final = np.dtype(
         ("num_envs", np.int64),  # environments that its memory has room for
         ("rows", np.int64),  # of a chunk that its memory has room for
         ("ends", np.int64, (2,)),  # streams in either half of `ends`
+        ("runs", np.int64, (2,)),  # the first page + 1 of the last two rows announced; 0: it has no pages
     ]
 )
 END: Final = np.dtype([("there", np.int64), ("here", np.int64)])
@@ -149,7 +150,7 @@ class DeliveryLog:
         if not fits[index]:
             self._make_room(entry, num_envs, rows)
         entry["written"] = entry["begun"] = 0
-        entry["ends"] = 0
+        entry["ends"] = entry["runs"] = 0
         entry["writer"] = writer  # last: a reader then finds a complete entry
         return index
 
@@ -171,10 +172,12 @@ class WriterEntry:
     Attributes:
         record: `written` and `begun`, the numbers of its last chunk in the buffer and of the one under way.
         keys: int64 `[rows]`: keys that the rows of the chunk under way have got or were about to get; -1 before.
+        runs: int64 `[2]`: where the last two of them have their values of any length, by their index's last bit.
     """
 
     def __init__(self, memory: mmap.mmap, record: Any) -> None:
         self.record = record
+        self.runs: npt.NDArray[np.int64] = record["runs"]
         num_envs, offset = int(record["num_envs"]), int(record["offset"])
         self._ends = np.frombuffer(memory, END, 2 * num_envs, offset).reshape(2, num_envs)
         self.keys = np.frombuffer(memory, np.int64, int(record["rows"]), offset + 2 * num_envs * END.itemsize)

@@ -131,15 +131,17 @@ def reserve(size: int, what: str) -> int:
 
 
 def begin_reservation(
-    size: int, what: str, arrays: Sequence[tuple[int, int]] = (), slots: int = 0, spare: int = 0
+    size: int, what: str, arrays: Sequence[tuple[int, int]] = (), slots: int = 0, spare: int = 0, beyond: int = 0
 ) -> Reservation:
     """Returns new memory as `new_memory` does. A thread reserves `arrays`, the rest is reserved: see `Reservation`.
+
+    Behind it lie as many bytes as `beyond` says, which the system gives when they are first touched, as any process's.
 
     Raises:
         MemoryError: The machine, or the cgroup, has less left than that and `spare`. Nothing was touched.
     """
     require_memory(size, what, spare)
-    return Reservation(new_memory(size, what), size, what, arrays, slots)
+    return Reservation(new_memory(size + beyond, what), size, what, arrays, slots)
 
 
 class Reservation(Closeable):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from forked import Forked, eventually
 from lightning_learner import fit, make_learner
+from rollouts import ROLLOUTS, assert_rollouts, write_rollouts_of_its_own
 from sharded_rows import SPEC, assert_follows, assert_intact, rows_of
 from torch.utils.data import DataLoader
 from unequal_shards import ALPHA, BETA, EPS, all_keys, identity, prioritize
@@ -99,6 +100,9 @@ def test_bad_arguments_are_refused_before_anything_is_made(cluster):
         ({"nodes": []}, ValueError, "nodes"),
         ({"nodes": ["elsewhere"]}, ValueError, "nodes"),
         ({"nodes": cluster.node_ids[:1] * 2}, ValueError, "nodes"),
+        ({"ragged_bytes": 1 << 20}, ValueError, "ragged_bytes"),
+        ({"spec": ROLLOUTS}, ValueError, "ragged_bytes is missing"),
+        ({"spec": ROLLOUTS, "ragged_bytes": 2000}, ValueError, "ragged_bytes"),  # 1,000 for each node
     ]:
         with pytest.raises(error, match=message):
             ShardedReplay(**{"spec": SPEC, "capacity": 100, **arguments})
@@ -244,6 +248,46 @@ def play(replay):
             ends = {"terminated": t == 5, "truncated": False}
             told.append(writer.step(obs=np.full(3, float(t)), action=t, reward=t, fade=2.0**-t, **ends))
     return told
+
+
+@pytest.mark.slow
+def test_rows_of_any_length_of_both_nodes_are_drawn_gathered_and_fed_back_as_those_of_one_buffer(cluster):
+    with ShardedReplay(ROLLOUTS, 600, sampler=tr.Prioritized(alpha=1.0), ragged_bytes=1 << 21, seed=3) as replay:
+        write = cluster.ray.remote(write_rollouts_of_its_own)
+        for node in range(2):
+            keys = cluster.ray.get(write.options(**cluster.on(node)).remote(replay, 200 * node, 200))
+            assert len(set(keys)) == 100
+        assert [shard.stats.ragged_bytes for shard in replay.stats().shards] == [1 << 20] * 2
+        seen = set()
+        for batch in tr.ReplayDataset(replay, 128, steps=4, timeout=120):
+            seen.update(assert_rollouts(batch))
+        assert min(seen) < 200 <= max(seen)
+        every = replay.keys().numpy()
+        asked = np.random.default_rng(0).permutation(every)
+        batch = replay.gather(asked)
+        assert batch["key"].tolist() == asked.tolist()
+        assert sorted(assert_rollouts(batch)) == list(range(400))
+        assert replay.gather([])["tokens"].shape == (0,)
+        replay.update_priorities(batch, 1.0 + batch.lengths("tokens"))
+        lengths = dict(zip(asked.tolist(), batch.lengths("tokens").tolist(), strict=True))
+        batch = replay.sample(64, timeout=120)
+        of_union = [(1 + lengths[key]) / (400 + sum(lengths.values())) for key in batch["key"].tolist()]
+        np.testing.assert_allclose(batch["probability"].numpy(), of_union, rtol=1e-4)
+        before = replay.stats().sampled
+        some = [replay.sample(64, timeout=120, budget={"tokens": 500})]
+        some += tr.ReplayDataset(replay, 64, steps=3, timeout=120, budget={"tokens": 500})
+        for batch in some:
+            assert_rollouts(batch)
+            assert batch.lengths("tokens").sum() <= 500
+            assert 5 <= batch.batch_size < 64
+        assert replay.stats().sampled == before + sum(batch.batch_size for batch in some)
+        with pytest.raises(ValueError, match="budget names 'number', which is no ragged field"):
+            replay.sample(1, budget={"number": 3})
+        for name, message in (("text", "'text' is Ragged"), ("other", "other")):
+            with pytest.raises(ValueError, match=message):
+                replay.rewrite(asked[:2], **{name: [1, 2]})
+        assert replay.rewrite(asked[:2], number=[-1, -2]) == 2
+        assert replay.gather(asked[:2])["number"].tolist() == [-1, -2]
 
 
 @pytest.mark.slow

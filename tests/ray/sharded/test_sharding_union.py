@@ -36,8 +36,8 @@ FALSE_ALARM = 1e-6  # of each chi-square test; the seeds are fixed, so a pass st
 def make():
     made = []
 
-    def make_shards(sizes, sampler, here=None):
-        made.append(LocalShards(sizes, sampler, here))
+    def make_shards(sizes, sampler, here=None, **options):
+        made.append(LocalShards(sizes, sampler, here, **options))
         return made[-1]
 
     yield make_shards
@@ -169,6 +169,109 @@ def test_a_batch_gets_every_byte_of_the_items_chosen():
     for name, found in {**batch["a"], "d": batch["d"], "key": batch["key"]}.items():
         assert torch.equal(found.view(torch.uint8), torch.cat([e[name] for e in expected]).view(torch.uint8)), name
     assert batch["a"]["b"].shape == (5, 3, 2)
+
+
+TOKENS = {
+    "tokens": tr.Ragged(torch.int32),
+    "logprob": tr.Ragged(torch.float32, like="tokens"),
+    "points": tr.Ragged(torch.float16, (3,)),
+}
+
+
+def values_of(home, index):
+    """The values of row `index` of shard `home`: every eleventh row has none, and no two rows have the same."""
+    chance = np.random.default_rng([home, index])
+    length = int(chance.integers(1, 40)) if index % 11 else 0
+    return {
+        "tokens": chance.integers(-(2**31), 2**31, length).astype(np.int32),
+        "logprob": chance.random(length, np.float32),
+        "points": chance.random((int(chance.integers(0, 4)), 3)).astype(np.float16),
+    }
+
+
+@pytest.mark.parametrize("here", [None, 0, 2])
+@pytest.mark.parametrize("sizes", [[50, 3, 200], [1, 0, 7]])
+def test_values_of_any_length_of_several_shards_make_one_batch_as_one_buffer_does(make, sizes, here):
+    shards = make(sizes, prioritized(), here, ragged=(TOKENS, 1 << 20, values_of))
+    leaves = spread(shards)
+    total = sum(each.sum() for each in leaves)
+    local = shards.buffer(0).sample(1)
+    for step in range(6):
+        batch = shards.batch(64, step)
+        rows = list(zip(batch["home"].tolist(), batch["index"].tolist(), strict=True))
+        assert len(rows) == 64
+        numbers, own = unpack(batch["key"].numpy())
+        assert list(zip(numbers.tolist(), own.tolist(), strict=True)) == rows
+        expected = [leaves[home][index] / total for home, index in rows]
+        np.testing.assert_allclose(batch["probability"].numpy(), expected, rtol=1e-5)
+        assert list(batch) == list(local)
+        assert batch.offsets("tokens") is batch.offsets("logprob")
+        for name, column in TOKENS.items():
+            values = [values_of(home, index)[name] for home, index in rows]
+            assert batch[name].dtype == column.dtype
+            assert batch.lengths(name).tolist() == [len(value) for value in values]
+            ends = batch.offsets(name)
+            assert (ends.dtype, ends.tolist()) == (torch.int32, np.cumsum([0, *map(len, values)]).tolist())
+            assert np.array_equal(batch[name].numpy(), np.concatenate(values))
+        assert batch.padded("tokens").shape == (64, batch.lengths("tokens").max())
+        assert batch.nested("tokens").shape[0] == 64
+
+
+def test_within_a_budget_stay_the_first_items_of_a_random_order_and_always_one(make):
+    """Every item is as likely to stay as others of its length, whichever shard it is of."""
+    sizes = [60, 20]
+    shards = make(sizes, tr.Uniform(), ragged=({"text": TOKENS["tokens"]}, 1 << 20, lambda *_: {"text": [1, 2, 3]}))
+    counts = np.zeros(80)
+    for step in range(400):
+        batch = shards.batch(32, step, budget={"text": 20})
+        assert batch.batch_size == 6, "of three elements each"
+        assert batch["text"].shape == (18,)
+        np.testing.assert_allclose(batch["probability"].numpy(), 1 / 80, rtol=1e-6)
+        counts += np.bincount(batch["home"] * 60 + batch["index"], minlength=80)
+    assert stats.chisquare(counts).pvalue > FALSE_ALARM
+    assert shards.batch(32, 0, budget={"text": 2}).batch_size == 1
+    assert shards.batch(32, 0, budget={"text": 96}).batch_size == 32
+    assert shards.batch(32, 0, budget={}).batch_size == 32
+
+
+def test_items_with_values_of_any_length_are_picked_in_any_order():
+    view = tr.Sequences(3, stride=1)
+    flag = tr.Field((), torch.bool)
+    spec = {"obs": {"text": tr.Ragged(torch.uint8)}, "terminated": flag, "truncated": flag, "a": tr.Ragged(torch.int64)}
+    buffer = tr.ReplayBuffer(spec, 100, view=view, ragged_bytes=1 << 16)
+    with buffer.writer() as writer:
+        writer.reset(obs={"text": b"begin"})
+        for step in range(9):
+            writer.step(obs={"text": b"x" * step}, a=np.arange(step % 3), terminated=False, truncated=False)
+    layout = Layout(buffer._config.outputs())
+    items = [buffer.gather([key]) for key in buffer.keys().tolist()]
+    which = np.array([2, 0, 0, 3, 4, 5, 1], dtype=np.int64)
+    whole = buffer.gather(buffer.keys())
+    for batch in (
+        layout.picked(whole, which),
+        layout.joined([(layout.packed(items[i]), 1, np.array([0])) for i in which]),
+    ):
+        assert list(batch) == list(whole)
+        assert batch.lengths("obs/text").shape == (7, 4)
+        for at, i in enumerate(which):
+            assert batch["key"][at] == items[i]["key"][0]
+            for name in ("obs/text", "a"):
+                assert torch.equal(batch.lengths(name)[at], items[i].lengths(name)[0])
+                steps = batch.lengths(name).shape[1]
+                begin, end = batch.offsets(name)[at * steps], batch.offsets(name)[(at + 1) * steps]
+                assert torch.equal(batch._leaf(name)[begin:end], items[i]._leaf(name))
+    none = layout.picked(whole, which[:0])
+    assert (none["key"].shape, none["a"].shape, none.offsets("a").tolist()) == ((0,), (0,), [0])
+
+
+def test_more_elements_than_offsets_can_say_are_refused(monkeypatch):
+    monkeypatch.setattr("torchreplay.ray.sharded.batch_block.MOST_ELEMENTS", 5)
+    buffer = tr.ReplayBuffer({"tokens": tr.Ragged(torch.int32)}, 10, ragged_bytes=1 << 14)
+    batch = buffer.gather(buffer.extend(tokens=[[1, 2, 3], [4, 5, 6]]))
+    layout = Layout(buffer._config.outputs())
+    assert layout.picked(batch, np.array([0]))["tokens"].tolist() == [1, 2, 3]
+    with pytest.raises(OverflowError, match="a batch of 2 items has 6 elements of a ragged field"):
+        layout.picked(batch, np.array([0, 1]))
 
 
 @given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))))

@@ -110,7 +110,7 @@ class IngestWriter(Writer):
         start = 0 if entry.begin(chunk.number, chunk.rows) else self._count_written(keys)
         before, ends = self._predecessors(chunk)
         self._deadline = time.monotonic() + INGEST_SLICE_SECONDS
-        self._relay(chunk.block, chunk.rows, before, keys, start)  # which puts the keys of the rest there
+        self._relay(chunk.block, chunk.rows, before, keys, entry.runs, start)  # which puts the keys of the rest there
         if self._linked:
             ends = np.concatenate([ends, _ends_of(chunk, before, keys)])
         entry.finish(chunk.number, ends)
@@ -123,16 +123,14 @@ class IngestWriter(Writer):
     def _count_written(self, keys: npt.NDArray[np.int64]) -> int:
         """How many rows of the chunk under way are in the buffer: of the last one that got a key it has to be seen.
 
-        Where the ring has turned past that one, nobody can see it any more. It counts as written: a row never comes
-        twice.
+        Where the ring, or the pages of its values, have turned past that one, nobody can see it any more. It counts as
+        written: a row never comes twice.
         """
         announced = int(np.argmax(keys < 0)) if (keys < 0).any() else len(keys)
         if not announced:
             return 0
-        key = int(keys[announced - 1])
-        is_there = self._segment.run_length(key, key + 1) > 0
-        turned = self._buffer.stats().rows_written > key + self._buffer.capacity
-        return announced if is_there or turned else announced - 1
+        last = announced - 1
+        return last + self._segment.was_written(int(keys[last]), int(self.entry.runs[last % 2]))
 
     def _predecessors(self, chunk: Chunk) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]:
         """Says which row comes before each one.

@@ -123,6 +123,7 @@ class RemoteWriter(Writer):
             self._refuse_closed_buffer()
 
     def _look(self, stalled: bool, waited: float) -> None:
+        self._send_buffer.wanted = self._wanted_bytes()  # until the next wait: the row has not its pages yet
         self._sender.make_room(self._send_buffer, self._admitted, self.timeout)
 
 

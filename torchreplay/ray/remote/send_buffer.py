@@ -12,15 +12,24 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, Final
 
-from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
+from torchreplay.buffer.replay_buffer import collecting_buffer, local_sampler
 from torchreplay.errors import Stopped
 from torchreplay.ray.remote.ingest_actor import Chunk, Source
 from torchreplay.schema.config import Config
-from torchreplay.schema.spec import nest
+from torchreplay.schema.spec import Field, nest
 
 CHUNK_BYTES: Final = 4 << 20
 CHUNK_ROWS: Final = 4096
-"""Rows are sent when there are so many bytes or rows of them, when somebody waits for them, or after a while."""
+"""Rows are sent when there are so many bytes or rows of them, when somebody waits for them, or after a while.
+
+Values of any length count for themselves: a chunk ends with the row that makes them so many bytes."""
+
+WINDOW_BYTES: Final = 3 * CHUNK_BYTES
+"""Bytes of pages that rows in no chunk take at most, unless one row needs more: two chunks of values, and for each row
+of a chunk a page that is not full."""
+
+LARGEST_PAGE: Final = 4096
+"""Bytes: pages are of another size where rows are collected."""
 
 IN_FLIGHT: Final = 4
 """Chunks of one writer that are under way at most: then it waits."""
@@ -119,9 +128,10 @@ class SendBuffer:
     """The rows of one writer between its calls and the buffer.
 
     They are collected in a small segment of this process's own, whose writer checks them as it always does. It admits
-    at most one chunk of rows beyond those that were sent. All the rest is done by the sender's thread, which no signal
-    interrupts: the writer's thread looks, says what it wants, and sleeps until there is news. The two share no lock,
-    which an exception out of a signal's handler could leave in any state.
+    at most one chunk of rows beyond those that were sent, and two chunks of values that have any length. All the rest
+    is done by the sender's thread, which no signal interrupts: the writer's thread looks, says what it wants, and
+    sleeps until there is news. The two share no lock, which an exception out of a signal's handler could leave in any
+    state.
 
     Attributes:
         stage: What the rows are collected in.
@@ -131,27 +141,33 @@ class SendBuffer:
         delay: What keeps rows from being taken; None when nothing is known to.
         ended: Why they are taken no more; None while they are.
         hurried: Whether somebody waits until everything is acknowledged.
+        wanted: Bytes of pages that the row needs for which the writer waits, or has waited last.
         state: What the writer does.
     """
 
     def __init__(self, config: Config, num_envs: int) -> None:
-        fields = config.fixed_fields("a writer on another node")
-        row = sum(field.nbytes for field in fields.values()) + 24
+        row = sum(column.nbytes for column in config.fields.values() if isinstance(column, Field)) + 24
+        row += LARGEST_PAGE if config.ragged else 0
         rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // row))
         # A writer takes tickets by the 64, and no more than a quarter of the ring, past what it is admitted.
         capacity = max(8, 2 * rows, config.view.rows_of_an_item)
-        self.stage = ReplayBuffer(nest(config.fields), capacity, view=config.view)
+        # A row may take a quarter of the buffer's pages, and so of these, whose size is another one.
+        ragged = None if config.ragged_bytes is None else max(config.ragged_bytes + 4 * LARGEST_PAGE, 2 * WINDOW_BYTES)
+        of_rows = Config.of(nest(config.fields), capacity, None, config.view, None, None, ragged)
+        self.stage = collecting_buffer(of_rows)
         self.segment = local_sampler(self.stage).segment
         self.source = Source(secrets.randbits(62) + 1, num_envs, rows, fresh=True)
         self.window = SendWindow()
         self.delay: Delay | None = None
         self.ended: End | None = None
         self.hurried = False
+        self.wanted = 0
         self.state = WriterState.WRITING
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # at most one: there is some
         self._cut = 0  # key of the first row that is in no chunk
         self._number = 0  # of the last chunk
-        self.segment.admit(rows)
+        self._granted = 0  # what was wanted when room was made last
+        self._admit()
 
     def cut(self, everything: bool) -> None:
         """Makes chunks of what was written, as many as may be under way, and makes room for as many rows.
@@ -160,16 +176,28 @@ class SendBuffer:
         """
         segment, most = self.segment, self.source.rows
         everything = everything or self.hurried or self.state is not WriterState.WRITING
+        # Less than a chunk of values may be there, and the row need all the room.
+        everything = everything or 2 * self.wanted > CHUNK_BYTES
         while len(self.window.chunks) < IN_FLIGHT:
-            rows = segment.run_length(self._cut, self._cut + most)
-            if rows < (1 if everything else most):
-                return
+            rows, values = segment.measure_run(self._cut, self._cut + most, CHUNK_BYTES)
+            if not rows or not (everything or rows == most or values >= CHUNK_BYTES):
+                break
             block, links_at = segment.copy_run(self._cut, rows)
             self._number += 1
             self.window.chunks.append(Chunk(self._number, self._cut, rows, block.numpy(), links_at))
             self._cut += rows  # after that: rows are never in neither
-            segment.admit(self._cut + most)
+            self._admit()
             self.tell()
+        if self.wanted:  # also where nothing is cut: a row may have counted twice when it was just being finished
+            granted = self._granted
+            self._admit()
+            if self._granted != granted:  # or writer and sender would wake each other for ever
+                self.tell()
+
+    def _admit(self) -> None:
+        """Makes room for one chunk of rows, and for two of values or the row that needs more."""
+        self._granted = self.wanted
+        self.segment.admit(self._cut + self.source.rows, self._cut, max(WINDOW_BYTES, 2 * self._granted))
 
     @property
     def is_empty(self) -> bool:

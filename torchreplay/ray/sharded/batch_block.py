@@ -1,10 +1,12 @@
-"""Batches as one block of bytes, which the object store carries without looking into it."""
+"""Batches as blocks of bytes, which the object store carries without looking into them."""
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import Any, Final, TypeAlias
 
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 
 from torchreplay.cuda.packing import DRAWN, Packing
 from torchreplay.schema.batch import ReplayBatch
-from torchreplay.schema.spec import Field, Path, nest
+from torchreplay.schema.spec import Column, Field, Path, Ragged, nest
 from torchreplay.schema.tensor_info import ALIGNMENT
 
 KEPT = 4
@@ -25,6 +27,26 @@ RESERVED: Final[Mapping[Path, Field]] = {("key",): Field((), torch.int64), **DRA
 ItemBytes: TypeAlias = list[NDArray[np.uint8]]
 """Of each tensor of a batch the bytes of its items, `[n, bytes]`."""
 
+MOST_ELEMENTS: Final = int(np.iinfo(np.int32).max)
+"""Of a ragged field in a batch: offsets are int32."""
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedItems:
+    """Items that have values of any length, without a copy of these."""
+
+    block: NDArray[np.uint8]  # all else, as of items without such values
+    lengths: tuple[NDArray[np.int64], ...]  # `[n]` or `[n, T]`, of fields that have the same ones
+    of: tuple[int, ...]  # of each ragged field, in the order of a batch: which lengths it has
+    values: tuple[NDArray[np.uint8], ...]  # of each, `[elements, bytes]`, one value after the other
+
+
+Block: TypeAlias = NDArray[np.uint8] | RaggedItems
+"""Items of one shard, on their way."""
+
+Chosen: TypeAlias = tuple[Block, int, NDArray[np.int64]]
+"""A block, how many items it has, and which of them are taken."""
+
 
 class RecycledMemory:
     """Memory that is used again when the last tensor over it is garbage: fresh pages cost more than the copies do."""
@@ -32,14 +54,14 @@ class RecycledMemory:
     def __init__(self) -> None:
         self._idle: deque[NDArray[np.uint8]] = deque(maxlen=KEPT)
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Returns uint8 `[nbytes]` of any content."""
+    def take(self, nbytes: int, spare: int = 0) -> torch.Tensor:
+        """Returns uint8 `[nbytes]` of any content; new memory has so many bytes more, for another time."""
         memory = np.empty(0, np.uint8)
         while len(memory) < nbytes:
             try:
                 memory = self._idle.pop()
             except IndexError:
-                memory = np.empty(nbytes, np.uint8)
+                memory = np.empty(nbytes + spare, np.uint8)
         lent = memory[:nbytes]  # torch holds this object for as long as a tensor needs the memory
         weakref.finalize(lent, self._idle.append, memory).atexit = False
         return torch.from_numpy(lent)
@@ -48,10 +70,18 @@ class RecycledMemory:
 class Layout:
     """Where in a block the tensors of a batch lie."""
 
-    def __init__(self, outputs: Mapping[Path, Field]) -> None:
-        self._fields = fields = {**outputs, **RESERVED}
+    def __init__(self, outputs: Mapping[Path, Column]) -> None:
+        self._outputs = list(outputs)
+        self._ragged = {path: column for path, column in outputs.items() if isinstance(column, Ragged)}
+        fixed = {path: column for path, column in outputs.items() if isinstance(column, Field)}
+        self._fields = fields = {**fixed, **RESERVED}
         self._packing = lru_cache(64)(lambda n: Packing(fields, n))
         self._memory = RecycledMemory()
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether batches have values of any length. Then they are of memory of their own, and none is drawn into."""
+        return bool(self._ragged)
 
     def batch_over(self, block: torch.Tensor, n: int) -> ReplayBatch:
         """Returns a batch of `n` items whose tensors are the memory of `block`, of as many or more."""
@@ -75,15 +105,118 @@ class Layout:
             room: The batch's.
             at: Where the first one goes; the others follow.
         """
+        if not len(which):
+            return
         for info, target in zip(self._packing(given).infos, room, strict=True):
             rows = source[info.offset : info.offset + info.nbytes].reshape(given, -1)
             np.take(rows, which, axis=0, out=target[at : at + len(which)], mode="clip")  # another mode would copy twice
 
     def item_bytes(self, batch: ReplayBatch) -> ItemBytes:
-        """Returns the memory of a batch's tensors, in the order of a block."""
+        """Returns the memory of a batch's tensors of one shape, in the order of a block."""
         n = len(batch["key"])
-        tensors = [_at(batch, path) for path in self._fields]
-        return [(t if t.dtype == torch.uint8 else t.view(torch.uint8)).numpy().reshape(n, -1) for t in tensors]
+        return [_bytes_of(_at(batch, path), n) for path in self._fields]
+
+    def packed(self, batch: ReplayBatch) -> Block:
+        """Returns the items of a batch as a block. Values of any length stay the batch's memory."""
+        n = len(batch["key"])
+        block = self.new_block(n)
+        for target, source in zip(self.item_bytes(self.batch_over(block, n)), self.item_bytes(batch), strict=True):
+            target[:] = source
+        if not self._ragged:
+            return block.numpy()
+        first: dict[int, int] = {}  # fields that have the same lengths have one tensor of offsets
+        lengths: list[NDArray[np.int64]] = []
+        of = []
+        for path in self._ragged:
+            offsets = _at(batch["offsets"], path)
+            if id(offsets) not in first:
+                first[id(offsets)] = len(lengths)
+                lengths.append(_at(batch["lengths"], path).numpy())
+            of.append(first[id(offsets)])
+        values = [_at(batch, path) for path in self._ragged]
+        return RaggedItems(block.numpy(), tuple(lengths), tuple(of), tuple(_bytes_of(v, len(v)) for v in values))
+
+    def joined(self, parts: Sequence[Chosen]) -> ReplayBatch:
+        """Returns a batch of chosen items of several blocks, in their order.
+
+        Raises:
+            OverflowError: There are more elements of a ragged field than int32 offsets can say.
+        """
+        batch = self.new_batch(sum(len(which) for _, _, which in parts))
+        room, at = self.item_bytes(batch), 0
+        for block, given, which in parts:
+            self.copy(block.block if isinstance(block, RaggedItems) else block, given, which, room, at)
+            at += len(which)
+        ragged = [(block, which) for block, _, which in parts if isinstance(block, RaggedItems)]
+        return self._with_values(batch, ragged) if self._ragged else batch
+
+    def within(self, parts: Sequence[Chosen], budget: Mapping[str, int], order: NDArray[np.int64]) -> list[Chosen]:
+        """Returns what of `parts` stays within a budget.
+
+        Args:
+            parts: Chosen items.
+            budget: The most elements of ragged fields, by name.
+            order: Those items, counted over all parts, in a random order: the first ones stay, and always one.
+        """
+        names = ["/".join(path) for path in self._ragged]
+        ragged = [(block, which) for block, _, which in parts if isinstance(block, RaggedItems)]
+        most = len(order)
+        for name, elements in budget.items():
+            at = names.index(name)
+            each = np.concatenate([_elements(items.lengths[items.of[at]])[which] for items, which in ragged])
+            most = min(most, max(1, int(np.searchsorted(each[order].cumsum(), elements, side="right"))))
+        stays = np.zeros(len(order), bool)
+        stays[order[:most]] = True
+        ends = np.cumsum([len(which) for _, _, which in parts])
+        split = np.split(stays, ends[:-1])
+        return [(block, given, which[mine]) for (block, given, which), mine in zip(parts, split, strict=True)]
+
+    def picked(self, batch: ReplayBatch, which: NDArray[np.int64]) -> ReplayBatch:
+        """Returns a batch of items of another one."""
+        if self._ragged:
+            return self.joined([(self.packed(batch), len(batch["key"]), which)])
+        picked = self.new_batch(len(which))
+        for target, source in zip(self.item_bytes(picked), self.item_bytes(batch), strict=True):
+            target[:] = source[which]
+        return picked
+
+    def _with_values(self, batch: ReplayBatch, parts: list[tuple[RaggedItems, NDArray[np.int64]]]) -> ReplayBatch:
+        """Returns the batch with values of any length of these items, and where they begin and end."""
+        none = tuple(np.empty(0, np.int64) for _ in self._ragged)
+        of = parts[0][0].of if parts else tuple(range(len(none)))
+        chosen = [[each[which] for each in items.lengths] for items, which in parts] or [none]
+        lengths = [np.concatenate(each) for each in zip(*chosen, strict=True)]
+        totals = [int(each.sum()) for each in lengths]
+        if max(totals) > MOST_ELEMENTS:
+            raise OverflowError(
+                f"a batch of {len(batch['key']):,} items has {max(totals):,} elements of a ragged field, and offsets "
+                f"are int32: draw smaller batches"
+            )
+        packing = Packing(self._ragged, 0, {path: totals[group] for path, group in zip(self._ragged, of, strict=True)})
+        values = packing.tensors(self._memory.take(max(ALIGNMENT, packing.nbytes), packing.nbytes // 8))
+        for place, tensor in enumerate(values.values()):
+            target, at = _bytes_of(tensor, len(tensor)), 0
+            for items, which in parts:
+                for source in _runs(items.values[place], items.lengths[of[place]], which):
+                    target[at : at + len(source)] = source
+                    at += len(source)
+        bounds = [np.concatenate([[0], each.ravel().cumsum()]).astype(np.int32) for each in lengths]
+        offsets, sizes = [torch.from_numpy(each) for each in bounds], [torch.from_numpy(each) for each in lengths]
+        entries = {path: values[path] if path in values else _at(batch, path) for path in self._outputs}
+        whole = ReplayBatch(nest(entries))
+        for name, tensors in (("offsets", offsets), ("lengths", sizes)):
+            whole[name] = nest({path: tensors[group] for path, group in zip(self._ragged, of, strict=True)})
+        return whole | {name: batch[name] for (name,) in RESERVED}
+
+
+def _runs(
+    values: NDArray[np.uint8], lengths: NDArray[np.int64], which: NDArray[np.int64]
+) -> Iterator[NDArray[np.uint8]]:
+    """Yields the values of chosen items, those of neighbours together."""
+    ends = np.concatenate([[0], _elements(lengths).cumsum()])
+    breaks = np.flatnonzero(np.diff(which) != 1) + 1
+    for run in np.split(which, breaks) if len(which) else []:
+        yield values[ends[run[0]] : ends[run[-1] + 1]]
 
 
 def keep(room: ItemBytes, which: NDArray[np.int64]) -> None:
@@ -92,6 +225,18 @@ def keep(room: ItemBytes, which: NDArray[np.int64]) -> None:
     vacant = np.setdiff1d(np.arange(len(which)), which, assume_unique=True)
     for rows in room:
         rows[vacant] = rows[moved]
+
+
+def _elements(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns how many elements each item has, of all its steps."""
+    elements: NDArray[np.int64] = lengths.sum(tuple(range(1, lengths.ndim)))
+    return elements
+
+
+def _bytes_of(tensor: torch.Tensor, n: int) -> NDArray[np.uint8]:
+    """Returns the memory of a tensor of first dimension `n`, `[n, bytes]`."""
+    flat = tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
+    return flat.numpy().reshape(n, tensor.dtype.itemsize * math.prod(tensor.shape[1:]))
 
 
 def _at(batch: Any, path: Path) -> torch.Tensor:

@@ -117,9 +117,12 @@ class LocalShard:
             return 0
         return census["writers"] - census["others_writing"]
 
-    def draw(self, candidates: int, largest: float, room: ReplayBatch) -> Future[Answer | None]:
-        """Draws candidates into the first rows of `room`; the answer has no block. Arguments as in `Shard.draw`."""
-        return self._submit(lambda: self._draw(candidates, largest, room))
+    def draw(self, candidates: int, largest: float, layout: Layout, room: ReplayBatch | None) -> Future[Answer | None]:
+        """Draws candidates, into the first rows of `room` where it is given; then the answer has no block.
+
+        Arguments as in `Shard.draw`.
+        """
+        return self._submit(lambda: self._draw(candidates, largest, layout, room))
 
     def gather(self, keys: NDArray[np.int64], layout: Layout) -> Future[Answer | None]:
         """Finds items under keys of this shard's own, into a block."""
@@ -134,9 +137,9 @@ class LocalShard:
         self._executor.shutdown(wait=False, cancel_futures=True)
         self.buffer.close()
 
-    def _draw(self, candidates: int, largest: float, room: ReplayBatch) -> Answer:
+    def _draw(self, candidates: int, largest: float, layout: Layout, room: ReplayBatch | None) -> Answer:
         self._candidates.raise_largest(largest)
-        return self._candidates.draw(candidates, _first(room, candidates)), None
+        return self._candidates.draw(candidates, layout, None if room is None else _first(room, candidates))
 
     def _update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> int:
         self._segment.update(keys, td)

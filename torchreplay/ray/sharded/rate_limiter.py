@@ -246,6 +246,15 @@ class LearnerLimiter:
                     self._before -= ahead.n
             ahead.rule = -1
 
+    def shorten(self, ahead: Round, n: int) -> None:
+        """Counts all but `n` items of a round as given up."""
+        with self._lock:
+            left, ahead.n = ahead.n - n, n
+            if ahead.rule >= 0:
+                self._ordered -= left
+                if ahead.rule != self.rule.number:
+                    self._before -= left
+
     def count_wait(self, seconds: float) -> None:
         """Counts so many seconds as waited for rows."""
         with self._lock:

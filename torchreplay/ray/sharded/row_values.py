@@ -10,7 +10,7 @@ import torch
 from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.buffer.rewriting import names_field
 from torchreplay.schema.config import Config
-from torchreplay.schema.spec import Path, nest
+from torchreplay.schema.spec import Field, Path, nest
 
 
 def values_of_rows(config: Config, n: int, fields: dict[str, Any]) -> dict[Path, torch.Tensor]:
@@ -19,9 +19,10 @@ def values_of_rows(config: Config, n: int, fields: dict[str, Any]) -> dict[Path,
     Raises:
         ValueError: A field is unknown, or its values do not fit.
     """
-    chosen = {path: field for path, field in config.fields.items() if names_field(fields, path)}
+    fixed = {path: field for path, field in config.fields.items() if isinstance(field, Field)}
+    chosen = {path: field for path, field in fixed.items() if names_field(fields, path)}
     # A buffer refuses what its rows cannot hold, and says why.
-    with ReplayBuffer(nest(chosen or config.fields), max(1, n)) as rows:
+    with ReplayBuffer(nest(chosen or fixed), max(1, n)) as rows:
         count = len(rows.extend(**fields))
         if count != n:
             raise ValueError(f"got {count} values, expected one for each of the {n} keys; nothing was changed")

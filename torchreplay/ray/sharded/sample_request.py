@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchreplay.buffer.tree_summary import TreeSummary
-from torchreplay.ray.sharded.batch_block import Layout, keep
+from torchreplay.ray.sharded.batch_block import Chosen, Layout, RaggedItems, keep
 from torchreplay.ray.sharded.global_distribution import GlobalDistribution, candidates, chosen
 from torchreplay.ray.sharded.rate_limiter import Round
 from torchreplay.ray.sharded.shard_client import Answers, ShardClient
@@ -32,7 +33,7 @@ class SampleRequest:
     Args:
         round: What counts it, with the number of its items, while it is under way.
         slack: By which share a shard's part of the total may have grown since it was heard last.
-        here: Whether the shard that is attached draws its candidates right into the batch.
+        here: Whether the shard that is attached draws its candidates here, right into the batch where that can be.
         place: The batch, whose tensors are overwritten; None: it is made.
     """
 
@@ -51,16 +52,19 @@ class SampleRequest:
         self.round, self.n = round, (n := round.n)
         self.asked_again = False
         self._shards, self._layout, self._chance = shards, layout, chance
-        self._batch = layout.new_batch(n) if here and place is None else place
-        self._room = self._batch if here else None
+        into = here and not layout.is_ragged
+        self._batch = layout.new_batch(n) if into and place is None else place
+        self._here, self._room = layout if here else None, self._batch if into else None
         numbers = sorted(shards.table.entries)
         known = [shards.figures[k].drawn.total if k in shards.figures else 0.0 for k in numbers]
         asked = candidates(known, n, slack)
         # What the answers will be got by, by number.
-        self.calls = shards.order(dict(zip(numbers, asked, strict=True)), self._room)
+        self.calls = shards.order(dict(zip(numbers, asked, strict=True)), self._here, self._room)
 
-    def finish(self, sampler: Sampler, beta: float, wait: Wait) -> ReplayBatch | None:
-        """Returns the batch; None if no shard has an item that can be drawn.
+    def finish(
+        self, sampler: Sampler, beta: float, wait: Wait, budget: Mapping[str, int] | None = None
+    ) -> ReplayBatch | None:
+        """Returns the batch, or the part of it within a budget; None if no shard has an item that can be drawn.
 
         Raises:
             ReplayTimeout: A shard does not answer in time.
@@ -76,24 +80,41 @@ class SampleRequest:
         numbers.sort(key=lambda number: (answers[number][1] is not None, number))
         union = GlobalDistribution(tuple(answers[number][0].drawn for number in numbers))
         counts = union.counts(self.n, self._chance.random(self.n))
-        batch = self._layout.new_batch(self.n) if self._batch is None else self._batch
         parts = [answers[number] for number in numbers]
-        if len(parts) > 1 or parts[0][1] is not None:  # if only that shard has items, they are the batch
-            self._fill(batch, parts, counts)
+        batch, counts = (
+            self._with_values(parts, counts, budget) if self._layout.is_ragged else self._fixed(parts, counts)
+        )
         union.weigh(batch, np.repeat([part.total / union.total for part in union.parts], counts), beta, sampler)
         self.drawn_from = TreeSummary(union.total, union.drawable, union.smallest, beta)
         return batch
 
-    def _fill(self, batch: ReplayBatch, answers: list[Answer], counts: NDArray[np.int64]) -> None:
-        """Puts the items together: so many of each answer's candidates, each set of so many being equally likely."""
+    # They put the items together: so many of each answer's candidates, each set of so many being equally likely. They
+    # return how many items of each there are.
+
+    def _with_values(
+        self, answers: list[Answer], counts: NDArray[np.int64], budget: Mapping[str, int] | None
+    ) -> tuple[ReplayBatch, NDArray[np.int64]]:
+        parts: list[Chosen] = []
+        for (figures, block), count in zip(answers, counts.tolist(), strict=True):
+            assert block is not None  # where the total is more than 0, candidates were drawn
+            parts.append((block, figures.candidates, chosen(self._chance, figures.candidates, count)))
+        if budget:  # items of one shard lie together: without another order its values would be left out each time
+            parts = self._layout.within(parts, budget, self._chance.permutation(self.n))
+        return self._layout.joined(parts), np.array([len(which) for _, _, which in parts], np.int64)
+
+    def _fixed(self, answers: list[Answer], counts: NDArray[np.int64]) -> tuple[ReplayBatch, NDArray[np.int64]]:
+        batch = self._layout.new_batch(self.n) if self._batch is None else self._batch
+        if len(answers) == 1 and answers[0][1] is None:  # if only that shard has items, they are the batch
+            return batch, counts
         room, at = self._layout.item_bytes(batch), 0
         for (figures, block), count in zip(answers, counts.tolist(), strict=True):
             which = chosen(self._chance, figures.candidates, count)
             if block is None:
                 keep(room, which)
-            else:
+            elif not isinstance(block, RaggedItems):
                 self._layout.copy(block, figures.candidates, which, room, at)
             at += count
+        return batch, counts
 
     def _complete(self, answers: Answers, wait: Wait) -> Answers:
         """Asks those shards again whose candidates might not be enough, until all are."""
@@ -112,4 +133,4 @@ class SampleRequest:
                 return answers
             self.asked_again, tries = True, tries + 1
             answers = {number: answer for number, answer in answers.items() if number not in short}
-            answers |= self._shards.hear(self._shards.order(short, self._room), wait)
+            answers |= self._shards.hear(self._shards.order(short, self._here, self._room), wait)

@@ -22,7 +22,7 @@ from torchreplay.ray.sharded.shard_sampler import Answer, ShardSampler
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import MinSize
 from torchreplay.schema.samplers import Prioritized
-from torchreplay.schema.spec import fixed_fields, nest
+from torchreplay.schema.spec import nest
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.ray_node import ray_node
 
@@ -67,7 +67,7 @@ class Shard:
     def __init__(self, number: int, config: Config, seed: int, limit: int | None) -> None:
         self._config, self._seed, self._limit = config, seed, limit
         self._number, self._cleared = number, 0
-        self._layout = Layout(fixed_fields(config.outputs(), "ShardedReplay"))
+        self._layout = Layout(config.outputs())
         self._executor = ThreadPoolExecutor(1, "torchreplay-shard")
         self._under_way: dict[str, Future[None]] = {}
 
@@ -88,6 +88,7 @@ class Shard:
             limiter=MinSize(),
             seed=self._seed,
             name=None if config.name is None else f"{config.name[:SHARD_NAME]}/{self._number}",
+            ragged_bytes=config.ragged_bytes,
         )
         handle = self._buffer.handle()
         self._candidates = ShardSampler(self._buffer, self._number)
@@ -104,9 +105,7 @@ class Shard:
         self._candidates.raise_largest(largest)
         if not candidates:
             return self._candidates.look(), None
-        block = self._layout.new_block(candidates)  # it is used again: the object store has its own copy
-        figures = self._candidates.draw(candidates, self._layout.batch_over(block, candidates))
-        return figures, block.numpy() if figures.candidates else None
+        return self._candidates.draw(candidates, self._layout)  # the object store has its own copy of the block
 
     def gather(self, keys: NDArray[np.int64]) -> Answer:
         """Finds items by the shard's own keys `[n]`.

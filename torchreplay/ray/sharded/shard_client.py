@@ -234,11 +234,13 @@ class ShardClient:
 
     # Orders, keys, and feedback
 
-    def order(self, candidates: Mapping[int, int], room: ReplayBatch | None = None) -> dict[int, Any]:
+    def order(
+        self, candidates: Mapping[int, int], layout: Layout | None = None, room: ReplayBatch | None = None
+    ) -> dict[int, Any]:
         """Asks shards for so many candidates each, 0 for figures alone; returns what their answers will be got by.
 
-        The shard that is attached draws its candidates into `room`, from the first row on. Without one it is asked as
-        the others are.
+        The shard that is attached draws its candidates here, into `room`, from the first row on, where it is given.
+        Without `layout` it is asked as the others are.
         """
         self.coordinator.require_own_process()
         largest = self.limiter.largest
@@ -248,8 +250,8 @@ class ShardClient:
             for number, count in candidates.items():
                 if number not in entries:
                     continue
-                if room is not None and local is not None and number == local.number:
-                    calls[number] = local.draw(count, largest, room)
+                if layout is not None and local is not None and number == local.number:
+                    calls[number] = local.draw(count, largest, layout, room)
                 else:
                     calls[number] = entries[number].actor.draw.remote(count, largest)
             return calls

@@ -13,7 +13,7 @@ from torchreplay.buffer.inspection import smallest_priority
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.tree_summary import TreeSummary
-from torchreplay.ray.sharded.batch_block import Layout
+from torchreplay.ray.sharded.batch_block import Block, Layout
 from torchreplay.ray.sharded.global_distribution import pack
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.samplers import Prioritized
@@ -38,7 +38,7 @@ class ShardReport:
         return (self.stats.rows_written, self.moment) < (other.stats.rows_written, other.moment)
 
 
-Answer: TypeAlias = tuple[ShardReport, NDArray[np.uint8] | None]
+Answer: TypeAlias = tuple[ShardReport, Block | None]
 """What a shard said, and a block with its candidates; None: there are none, or they were drawn into their place."""
 
 
@@ -60,37 +60,41 @@ class ShardSampler:
             self._segment.raise_largest(priority)
             self._largest = priority
 
-    def draw(self, n: int, out: ReplayBatch) -> ShardReport:
-        """Draws `n` items into `out`, stratified and with replacement, and says what the tree was at just that draw.
+    def draw(self, n: int, layout: Layout, out: ReplayBatch | None = None) -> Answer:
+        """Draws `n` items, stratified and with replacement, and says what the tree was at just that draw.
 
-        The keys are the union's; weights mean nothing yet. The figures' `candidates` are `n`, or 0 when nothing could
-        be drawn.
+        They go into `out`, where it is given, or into a block that is used again. The keys are the union's; weights
+        mean nothing yet. The figures' `candidates` are `n`, or 0 when nothing could be drawn.
         """
+        block = None
+        if out is None and not layout.is_ragged:
+            block = layout.new_block(n)
+            out = layout.batch_over(block, n)
         batch, told = self._segment.sample_told(n, 0.0, NEVER, out)
         if batch is None:
-            return self._reasons(self.figures(), told[0], n)
-        out["key"] += self._base
-        return self.figures(TreeSummary(*told), n)
+            return self._reasons(self.figures(), told[0], n), None
+        batch["key"] += self._base
+        figures = self.figures(TreeSummary(*told), n)
+        if layout.is_ragged:
+            return figures, layout.packed(batch)
+        return figures, None if block is None else block.numpy()
 
     def gather(self, keys: NDArray[np.int64], layout: Layout) -> Answer:
         """Finds items by the shard's own keys `[n]`, and says what the tree is just after that.
 
         Returns:
             The figures, whose `candidates` say how many items were found, and a block of these; None if there are none.
-            The keys are the union's, `probability` is the shard's, weights mean nothing yet.
+            That of values of any length says how items have them, also without any. The keys are the union's,
+            `probability` is the shard's, weights mean nothing yet.
         """
-        if not len(keys):
+        if not len(keys) and not layout.is_ragged:
             return self.figures(), None
         batch, _ = self._segment.gather(keys, 0.0, None)
         n = len(batch["key"])
-        if not n:
+        if not n and not layout.is_ragged:
             return self.figures(), None
         batch["key"] += self._base
-        block = layout.new_block(n)
-        room = layout.item_bytes(layout.batch_over(block, n))
-        for target, source in zip(room, layout.item_bytes(batch), strict=True):
-            target[:] = source
-        return self.figures(candidates=n), block.numpy()
+        return self.figures(candidates=n), layout.packed(batch)
 
     def look(self) -> ShardReport:
         """Returns the figures, and what they say of why there is no item, if there is none."""

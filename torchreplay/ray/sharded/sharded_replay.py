@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +71,7 @@ class ShardedReplay(Replay):
     them is closed or is garbage, or its process ends: keep it for as long as others use them.
 
     Args:
-        spec: Names to `Field(shape, dtype)`, as for `ReplayBuffer`.
+        spec: Names to `Field(shape, dtype)`, or to `Ragged(dtype)` for values of any length, as for `ReplayBuffer`.
         capacity: Rows in all, divided evenly among the nodes.
         sampler: `Uniform()` (the default) or `Prioritized(...)`.
         view: `Rows()` (the default), `Transitions(...)`, `Sequences(...)` or `Hindsight(...)`.
@@ -80,10 +80,13 @@ class ShardedReplay(Replay):
         seed: Of the draws, 0 to 2^64 - 1. None: a random one.
         nodes: Ray's ids of the nodes that get a shard. None: all that are alive.
         name: What people call it, as for `ReplayBuffer`. Its shards are called `"NAME/0"`, `"NAME/1"` and so on.
+        ragged_bytes: Bytes for the values of ragged fields, together, divided evenly among the nodes. The values of one
+            row take at most a quarter of a node's. None: there are no such fields.
 
     Raises:
         RuntimeError: This process is not connected to a Ray cluster, or a shard cannot be made: its node is gone.
-        ValueError: A bad spec, capacity, seed, node or name.
+        ValueError: A bad spec, capacity, seed, node or name; or a node's share of `ragged_bytes` is too small, or they
+            are missing, or given in vain.
         MemoryError: A node has too little memory left for its shard.
     """
 
@@ -100,15 +103,17 @@ class ShardedReplay(Replay):
         seed: int | None = None,
         nodes: Sequence[str] | None = None,
         name: str | None = None,
+        ragged_bytes: int | None = None,
     ) -> None:
         chosen = checked_nodes(nodes)
         capacities = evenly(checked_capacity(capacity, len(chosen)), len(chosen))
-        config = Config.of(spec, capacities[-1], sampler, view, limiter, name)
+        if ragged_bytes is not None:
+            ragged_bytes = checked_int("ragged_bytes", ragged_bytes, 1) // len(chosen)
+        config = Config.of(spec, capacities[-1], sampler, view, limiter, name, ragged_bytes)
         seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 64) - 1)
         self._found(config, capacities, chosen, nodes is None, seed)
 
     def _found(self, config: Config, capacities: list[int], nodes: list[str], anywhere: bool, seed: int) -> None:
-        config.fixed_fields("ShardedReplay")
         nonce = new_nonce()
         if keeps_epochs(config.sampler):
             raise ValueError(
@@ -212,6 +217,7 @@ class ShardedReplay(Replay):
         timeout: float | None = None,
         *,
         device: torch.device | str | int | None = None,
+        budget: Mapping[str, int] | None = None,
     ) -> ReplayBatch:
         """Draws a batch from all shards, stratified and with replacement; waits until the limiter admits it.
 
@@ -224,24 +230,29 @@ class ShardedReplay(Replay):
             timeout: Seconds to wait at most, for rows and for answers; None: as long as someone is left who may write.
                 Answers of other nodes take a millisecond or more: in less time there is no batch.
             device: Where the batch goes; `key` stays on the CPU. None: it stays where it is.
+            budget: Of ragged fields: the most elements that the batch may have, as for `ReplayBuffer.sample`.
 
         Returns:
-            The fields, each `[B, *shape]`, with `key` int64 `[B]`, `weight` and `probability` float32 `[B]`: those of
-            the union of all shards. Items of one shard lie together.
+            The fields, each `[B, *shape]`, and ragged ones as `ReplayBatch` says; with `key` int64 `[B]`, `weight` and
+            `probability` float32 `[B]`: those of the union of all shards. Items of one shard lie together.
 
         Raises:
-            ValueError: `batch_size` is below 1 or too large, or beta is negative.
+            ValueError: `batch_size` is below 1 or too large, or beta is negative; or `budget` names no ragged field.
+            OverflowError: The batch has more elements of a ragged field than int32 offsets can say.
             ReplayTimeout: The timeout passed; the text says what for, or which shard does not answer.
             WouldBlockForever: Too few rows, and nobody is left to write more.
             Stopped: The buffer was stopped, or the process that made it is gone.
         """
         self._require_open()
+        limits = None if budget is None else self._sampler.checked_budget(budget)
         self._feedback.apply_arrived()
         wait = Wait(self._shards, timeout)
         try:
-            batch = self._sampler.draw(batch_size, beta, wait)
+            batch = self._sampler.draw(batch_size, beta, wait, limits)
         finally:
             wait.end()
+        if limits is not None:
+            self._sampler.warn_of_budget(limits, batch)
         return batch if device is None else batch.to(device)
 
     def gather(self, keys: Any, missing: Missing = "drop") -> ReplayBatch:

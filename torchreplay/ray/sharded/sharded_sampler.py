@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import islice
 from typing import Any, Final
@@ -27,7 +28,6 @@ from torchreplay.ray.sharded.shard_feedback import ShardFeedback
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import Schedule, value_of
-from torchreplay.schema.spec import fixed_fields
 from torchreplay.segment.waits import Wait
 from torchreplay.validation import checked_int
 
@@ -46,7 +46,7 @@ class ShardedSampler(BatchSource):
     def __init__(self, shards: ShardClient, config: Config, seed: int, nonce: int, feedback: ShardFeedback) -> None:
         self.shards, self.seed, self.feedback = shards, seed, feedback
         self.config, self.nonce, self._sampler = config, nonce, config.sampler
-        self._layout = Layout(fixed_fields(config.outputs(), "ShardedReplay"))
+        self._layout = Layout(config.outputs())
         self._complete_when = config.view.complete_when
         self._finish = config.finish
         # Nothing is called under it. So a signal handler, or the collection of a stream, in the same thread comes
@@ -96,11 +96,15 @@ class ShardedSampler(BatchSource):
         """
         if pin == "ring":
             raise ValueError('pin="ring" page-locks the memory of a ReplayBuffer: expected another for a ShardedReplay')
-        return None if pin == "off" else Staging(self.config, batch_size, prefetch, DeviceCopies(device))
+        if pin is not None and pin != "off":
+            self.config.fixed_fields(f"pin={pin!r}")
+        if pin == "off" or self.config.ragged:  # each batch with values of any length is of another size
+            return None
+        return Staging(self.config, batch_size, prefetch, DeviceCopies(device))
 
-    def draw(self, n: int, beta: Schedule | None, wait: Wait) -> ReplayBatch:
-        """Returns a batch of `n` items, once there are any and the limiter admits it."""
-        while (batch := self.take(self.order(n, wait), beta, wait)) is None:
+    def draw(self, n: int, beta: Schedule | None, wait: Wait, budget: Mapping[str, int] | None = None) -> ReplayBatch:
+        """Returns a batch of `n` items, or fewer within a budget, once there are any and the limiter admits it."""
+        while (batch := self.take(self.order(n, wait), beta, wait, budget=budget)) is None:
             self.pause(n, wait)
         self.shards.report(most=REPORTS)  # there may be no next one for long
         return batch
@@ -116,17 +120,12 @@ class ShardedSampler(BatchSource):
         wanted = {number: own[numbers == number] for number in np.unique(numbers).tolist()}
         answers = list(self.shards.gather(wanted, self._layout).values())
         counts = [figures.candidates for figures, _ in answers]
-        found, at = self._layout.new_batch(sum(counts)), 0
-        for count, (_, block) in zip(counts, answers, strict=True):
-            if block is not None:
-                self._layout.copy(block, count, np.arange(count), self._layout.item_bytes(found), at)
-            at += count
+        parts = [(block, count, np.arange(count)) for count, (_, block) in zip(counts, answers, strict=True)]
+        found = self._layout.joined([(block, count, all_) for block, count, all_ in parts if block is not None])
         union = GlobalDistribution(tuple(figures.drawn for figures, _ in answers))
         rows = rows_of(asked, found["key"].numpy())
-        batch = self._layout.new_batch(len(rows))
+        batch = self._layout.picked(found, rows)
         if len(rows):
-            for target, source in zip(self._layout.item_bytes(batch), self._layout.item_bytes(found), strict=True):
-                target[:] = source[rows]
             shares = np.repeat([part.total / union.total for part in union.parts], counts)[rows]
             union.weigh(batch, shares, value_of(self._sampler.beta, self.shards.limiter.steps), self._sampler)
         batch.source = self.nonce
@@ -185,17 +184,24 @@ class ShardedSampler(BatchSource):
             raise
 
     def take(
-        self, ordered: SampleRequest, beta: Schedule | None, wait: Wait, finish: bool = True
+        self,
+        ordered: SampleRequest,
+        beta: Schedule | None,
+        wait: Wait,
+        finish: bool = True,
+        budget: Mapping[str, int] | None = None,
     ) -> ReplayBatch | None:
         """Returns the batch that was ordered; None if there was no item to draw.
 
         `beta` is the exponent of the weights, where it is not the sampler's. Unless `finish` is True the owner of the
-        batch's memory computes the rest of it.
+        batch's memory computes the rest of it. With a budget the draw is of the items within it.
         """
         batch = None
         try:
             exponent = value_of(self._sampler.beta if beta is None else beta, self.shards.limiter.steps)
-            batch = ordered.finish(self._sampler, exponent, wait)
+            batch = ordered.finish(self._sampler, exponent, wait, budget)
+            if budget and batch is not None:
+                self.shards.limiter.shorten(ordered.round, batch.batch_size)
         finally:
             ordered.round.drawn = batch is not None
             self._end(ordered.round)
@@ -340,7 +346,7 @@ class SampleRequestStream:
             call for later in islice(self._ahead, 1, None) for call in later.calls.values()
         )
         first = self._ahead.popleft()
-        batch = self._sampler.take(first, None, wait, self._finishes)
+        batch = self._sampler.take(first, None, wait, self._finishes, self._spec.budget)
         if batch is not None:
             self.drawn_from = first.drawn_from
         return batch
