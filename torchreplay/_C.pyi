@@ -139,6 +139,21 @@ class Segment:
         ends: int = ...,
         /,
     ) -> tuple[ReplayBatch | None, Any]: ...
+    # (batch, DrawnFrom) or (None, Shortage); members of each group; groups dropped, and their items
+    def sample_groups(
+        self,
+        field: int,
+        size: int,
+        groups: int,
+        min_size: int,
+        timeout_ms: int,
+        last: bool,
+        beta: float,
+        deadline: int,
+        loop: int,
+        ends: int,
+        /,
+    ) -> tuple[ReplayBatch | None, Any, Tensor, int, int]: ...
     def gather(self, keys: Any, beta: float, step: int | None, /) -> tuple[ReplayBatch, DrawnFrom]: ...
     def update(self, batch_or_keys: Any, td: Any, /) -> bool: ...
     def rewrite(self, keys: Any, fields: dict[str, Any], of_steps: bool, /) -> int: ...

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from torchreplay.checking import CheckReport, check
     from torchreplay.distributed.learners import Learners
     from torchreplay.loading.dataset import ReplayDataset
+    from torchreplay.loading.group_dataset import GroupDataset
     from torchreplay.loading.laber import LaBER
     from torchreplay.loading.mixed_dataset import MixedDataset
     from torchreplay.loading.queue_loader import QueueLoader
@@ -68,6 +69,7 @@ __all__ = [
     "Fifo",
     "FlatEpisodes",
     "Footprint",
+    "GroupDataset",
     "Handle",
     "Hindsight",
     "LaBER",
@@ -112,6 +114,7 @@ _IMPORTED_AT_FIRST_USE = {  # to make `import torchreplay` quick: no program nee
     "CheckReport": "torchreplay.checking",
     "FlatEpisodes": "torchreplay.buffer.flat_episodes",
     "Footprint": "torchreplay.buffer.footprint",
+    "GroupDataset": "torchreplay.loading.group_dataset",
     "LaBER": "torchreplay.loading.laber",
     "Learners": "torchreplay.distributed.learners",
     "MixedDataset": "torchreplay.loading.mixed_dataset",

@@ -123,6 +123,14 @@ class Claims {
     release(keys, presence);
   }
 
+  // Nobody gets these items any more, all of which could be drawn, in slots that ascend.
+  void drop(const std::vector<int64_t>& slots, uint32_t presence) {
+    take(slots.data(), static_cast<int>(slots.size()), presence);
+    std::vector<int64_t> keys;
+    for (const int64_t slot : slots) keys.push_back(static_cast<int64_t>(memory_.at(static_cast<uint64_t>(slot))) - 1);
+    let_go(keys, presence, [](Claim) { return Claim::kMostDraws; });
+  }
+
   // What the dead hold is in its place again. A system call for each other holder, and O(capacity) for each that died.
   void release_from_the_dead() {
     if (header_.held == 0) return;

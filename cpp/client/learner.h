@@ -25,9 +25,10 @@ struct DrawResult {
 
 // What a draw from a queue may do. Who asks for batches one after the other is a loop.
 struct QueueDraw {
-  int at_least = 0;   // items; 0: all that are asked for
-  uint64_t loop = 0;  // that gets the batch; 0: none
-  uint64_t ends = 0;  // the loop whose last batch is done; 0: none's is
+  int at_least = 0;             // items; 0: all that are asked for
+  uint64_t loop = 0;            // that gets the batch; 0: none
+  uint64_t ends = 0;            // the loop whose last batch is done; 0: none's is
+  GroupDraw* groups = nullptr;  // whole groups are drawn; nullptr: items
 };
 
 // All threads of a process share it. Guarded by the caller's lock, which it lets go of while it waits and copies.
@@ -178,7 +179,8 @@ class Learner {
     join();
     NextDraw next(*this);
     EndedBatch ended(*this, queue.ends);
-    const DrawRules rules{.last_epoch = last_epoch, .at_least = queue.at_least, .done = &ended.keys};
+    const DrawRules rules{
+        .last_epoch = last_epoch, .at_least = queue.at_least, .done = &ended.keys, .groups = queue.groups};
     try {
       a->settle(patience);
       std::unique_ptr<BatchSampler> sampler = take_sampler(*a);

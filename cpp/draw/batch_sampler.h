@@ -250,7 +250,7 @@ class BatchSampler {
     // A redraw absorbs too: a learner that slept while the ring turned would find one stale leaf after the other.
     turn.absorb(lock);
     TORCHREPLAY_FAULT("draw.absorbed");
-    if (is_queue_ && round) oldest_.drop_failed();
+    if (is_queue_ && round) oldest_.drop_failed(rules);
     const PriorityTree tree = memory_.tree();
     // In a redraw of a batch that may become shorter what was copied is enough.
     const bool has_enough = rules.last_epoch != kNever && round && drawing_.todo.size() < drawing_.items.size();
@@ -258,7 +258,7 @@ class BatchSampler {
     if (!counted && due_.is_over(rules)) return Draw::kEpochOver;
     const auto lacks_items = [&] {
       if (!counted && !Limiter(h).can_sample(most_of(n, rules))) return true;
-      if (is_queue_) return oldest_.lacks_items(n, rules);
+      if (is_queue_) return oldest_.look(rules), oldest_.lacks_items(n, rules);
       return !has_enough && (tree.total() == 0 || (counts_draws_ && !counts_.has_left(draws_of(n, rules))));
     };
     // Those it admits may write all that is missing before it sleeps.
@@ -274,7 +274,7 @@ class BatchSampler {
     if (keeps_epochs_) {
       if (const Draw due = due_.find(n, name, round, rules); due != Draw::kDone) return due;
     } else if (is_queue_) {
-      oldest_.find(n);
+      oldest_.find(n, rules);
     } else {
       find(tree, n, name, round);
     }

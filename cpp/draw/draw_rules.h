@@ -24,6 +24,19 @@ struct Shortage {
   uint32_t seen = 0;  // rows_signal before the draw looked: what it sleeps on
 };
 
+// A draw of whole groups from a queue of single rows: what it is of, and what became of it.
+struct GroupDraw {
+  uint32_t field = 0;       // int64, whose value the members of a group share
+  int size = 1;             // members of a whole group
+  int groups = 1;           // of a batch
+  int min_size = 0;         // members with which a late group comes as well; 0: it does not
+  int64_t timeout_ms = -1;  // a group is late when its first member came so long ago; -1: none is
+  bool last = false;        // nobody writes any more: a batch may have fewer groups, and each is as if it was late
+
+  std::vector<int64_t> sizes = {};  // of the groups of the batch
+  uint64_t dropped = 0, dropped_items = 0;
+};
+
 // Of a draw without replacement: with a last epoch its batches end with epochs, shorter than others; else they go on
 // into the next one. Of a queue: a batch may be shorter than asked for.
 struct DrawRules {
@@ -31,6 +44,7 @@ struct DrawRules {
   bool may_begin_epoch = true;
   int at_least = 0;                      // items; 0: all that are asked for
   std::vector<int64_t>* done = nullptr;  // keys of items that the drawing process is done with; emptied when they are
+  GroupDraw* groups = nullptr;           // of a queue: whole groups; nullptr: items
 };
 
 }  // namespace torchreplay

@@ -8,6 +8,7 @@
 #include "absorb/queue_room.h"
 #include "draw/draw_rules.h"
 #include "draw/drawing.h"
+#include "draw/whole_groups.h"
 
 namespace torchreplay {
 
@@ -16,7 +17,7 @@ namespace torchreplay {
 class OldestItems {
  public:
   OldestItems(SegmentMemory& m, Drawing& drawing)
-      : memory_(m), header_(m.header()), tree_(m.tree()), drawing_(drawing), claims_(m) {}
+      : memory_(m), header_(m.header()), tree_(m.tree()), drawing_(drawing), claims_(m), groups_(m) {}
 
   // Ends what came to its end meanwhile: what the caller is done with, what this process could not give back when it
   // wanted to, and what the dead held.
@@ -30,13 +31,18 @@ class OldestItems {
   }
 
   // Whether a batch of `n` would be too short, with the items that it has.
-  bool lacks_items(int n, const DrawRules& rules) const { return missing(n, rules) > 0; }
+  bool lacks_items(int n, const DrawRules& rules) { return missing(n, rules) > 0; }
+
+  // Finds the groups that there are, where whole groups are drawn.
+  void look(const DrawRules& rules) {
+    if (rules.groups) groups_.look(*rules.groups, end());
+  }
 
   // Items that can be drawn. With a window those do not count that are too far ahead of one that is not complete.
   uint64_t available() const {
     const auto all = static_cast<uint64_t>(tree_.count());
     if (!header_.sampler.window || !all) return all;
-    const uint64_t end = QueueRoom(memory_).settled_below() + header_.sampler.window;
+    const uint64_t end = this->end();
     if (end >= header_.absorbed) return all;
     const Ranks ranks(tree_);
     const uint64_t from = ranks.before(oldest_slot(memory_)), to = ranks.before(memory_.slot_of(end));
@@ -44,14 +50,21 @@ class OldestItems {
   }
 
   // Items missing for that.
-  uint64_t missing(int n, const DrawRules& rules) const {
+  uint64_t missing(int n, const DrawRules& rules) {
+    if (rules.groups) return groups_.missing(*rules.groups);
     const uint64_t there = drawing_.items.size() + available(), wanted = least(n, rules);
     return wanted > there ? wanted - there : 0;
   }
 
-  // Leaves out of the batch what could not be copied, and is gone.
-  void drop_failed() {
+  // Leaves out of the batch what could not be copied, and is gone. Groups are drawn anew.
+  void drop_failed(const DrawRules& rules) {
     const uint32_t own = memory_.presence();
+    if (rules.groups) {
+      std::vector<int64_t> keys;
+      for (const DrawnItem& item : drawing_.items) keys.push_back(item.key());
+      give_back(keys);
+      drawing_.items.clear();
+    }
     std::erase_if(drawing_.items, [&](const DrawnItem& item) {
       const Claim claim = claims_.of(item.slot);
       return memory_.at(item.slot) != item.key1 || claim.holder() != own || claim.draws() == Claim::kMostDraws;
@@ -59,13 +72,17 @@ class OldestItems {
   }
 
   // Takes the oldest into the batch, up to `n` in all. Then all of it is to be copied.
-  void find(int n) {
+  void find(int n, const DrawRules& rules) {
     const size_t first = drawing_.items.size();
     const uint64_t many = std::min(static_cast<uint64_t>(n) - first, available());
     if (many) {
-      const std::vector<int64_t> kept = kept_items(memory_, tree_, many);
-      find_in_order(many - kept.size());
-      drawing_.index.insert(drawing_.index.begin(), kept.begin(), kept.end());
+      if (rules.groups) {
+        drawing_.index = groups_.take(*rules.groups);
+      } else {
+        const std::vector<int64_t> kept = kept_items(memory_, tree_, many);
+        find_in_order(many - kept.size());
+        drawing_.index.insert(drawing_.index.begin(), kept.begin(), kept.end());
+      }
       DrawnItems drawn(memory_);
       for (const int64_t index : drawing_.index) {
         const auto slot = static_cast<uint64_t>(index);
@@ -93,6 +110,11 @@ class OldestItems {
   }
 
  private:
+  // Items with this key and later ones are too far ahead.
+  uint64_t end() const {
+    return header_.sampler.window ? QueueRoom(memory_).settled_below() + header_.sampler.window : kNever;
+  }
+
   static uint64_t least(int n, const DrawRules& rules) {
     return static_cast<uint64_t>(rules.at_least ? rules.at_least : n);
   }
@@ -130,6 +152,7 @@ class OldestItems {
   PriorityTree tree_;
   Drawing& drawing_;
   Claims claims_;
+  WholeGroups groups_;
 };
 
 }  // namespace torchreplay

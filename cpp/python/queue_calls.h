@@ -19,6 +19,44 @@ inline std::vector<int64_t> held_keys(SegmentObject& s, PyObject* given) {
   return keys;
 }
 
+// sample_groups(field, size, groups, min_size, timeout_ms, last, beta, deadline, loop, ends), as in GroupDraw and
+// QueueDraw -> (batch, drawn_from, sizes of its groups, groups dropped, their items); or what explain() says in the
+// place of drawn_from, beside no batch.
+inline PyObject* sample_groups(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
+  return method<SegmentObject>(self, [&](SegmentObject& s) {
+    expect_args("sample_groups", nargs, 10);
+    GroupDraw groups{.field = static_cast<uint32_t>(as_uint(args[0])),
+                     .size = as_count(args[1]),
+                     .groups = as_count(args[2]),
+                     .min_size = static_cast<int>(as_uint(args[3])),
+                     .timeout_ms = as_int(args[4]),
+                     .last = as_bool(args[5])};
+    const std::shared_ptr<AttachedSegment> attached = s.attached();
+    const Layout& layout = attached->memory().layout();
+    if (groups.field >= layout.fields.size() || layout.fields[groups.field].element != Element::kI64 ||
+        layout.fields[groups.field].nbytes != sizeof(int64_t) || layout.view.linked())
+      throw std::invalid_argument("groups are of an int64 field of single rows");
+    if (int64_t{groups.size} * groups.groups > kMostItems)
+      throw std::invalid_argument("the groups have too many items");
+    const int n = groups.size * groups.groups;
+    BatchBuilder builder = attached->new_batch(n);
+    BatchPointers pointers;
+    builder.point(pointers);
+    const DrawResult result =
+        s.learner->draw(n, as_double(args[6]), {as_int(args[7]), true}, pointers, threads_for(attached->outputs(), n),
+                        kNever, {.loop = as_uint(args[8]), .ends = as_uint(args[9]), .groups = &groups});
+    builder.shrink(result.count);
+    const bool drawn = result.outcome == Draw::kDone;
+    const auto many = static_cast<int64_t>(groups.sizes.size());
+    KeyTensor sizes(many);
+    std::ranges::copy(groups.sizes, sizes.keys);
+    const Ref batch(drawn ? make_batch(s, builder) : Py_NewRef(Py_None));
+    const Ref told(drawn ? as_tuple(result.from) : explain(result.outcome, result.shortage));
+    const Ref each(sizes.release(1, &many));
+    return checked(Py_BuildValue("OOOKK", batch.get(), told.get(), each.get(), groups.dropped, groups.dropped_items));
+  });
+}
+
 // commit(keys or None) -> how many items left, or come again: those of them that were still held.
 inline PyObject* commit(PyObject* self, PyObject* keys) {
   return method<SegmentObject>(self, [&](SegmentObject& s) {

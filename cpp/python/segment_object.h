@@ -214,6 +214,7 @@ inline PyMethodDef methods[] = {
     {"set_plan", set_plan, METH_VARARGS, nullptr},
     {"sample", fast(sample), METH_FASTCALL, nullptr},
     {"sample_told", fast(sample_told), METH_FASTCALL, nullptr},
+    {"sample_groups", fast(sample_groups), METH_FASTCALL, nullptr},
     {"gather", fast(gather), METH_FASTCALL, nullptr},
     {"update", fast(update), METH_FASTCALL, nullptr},
     {"rewrite", fast(rewrite), METH_FASTCALL, nullptr},

@@ -156,6 +156,40 @@ def test_a_second_fit_of_one_process_gets_again_what_came_after_the_checkpoint(t
         assert second.seen[:ITEMS].tolist() == list(range(ITEMS))
 
 
+def train_in_groups(directory, learner, seen=None):
+    """Gives the Trainer groups of two: of an item, and of one that comes much later."""
+    path = directory / "queue"
+    if path.exists():
+        queue = tr.ReplayBuffer.open(path)
+    else:
+        queue = tr.ReplayBuffer(SPEC | {"prompt": SPEC["x"]}, 64, sampler=tr.Fifo(commit="manual"), path=path)
+        queue.extend(x=np.arange(ITEMS), prompt=np.arange(ITEMS) % (ITEMS // 2))
+    saving = pytorch_lightning.callbacks.ModelCheckpoint(directory, every_n_train_steps=EVERY, save_top_k=-1)
+    options = QUIET | {"enable_checkpointing": True, "max_epochs": 1}
+    trainer = pytorch_lightning.Trainer(callbacks=[saving, ReplayCheckpoint(queue)], **options)
+    trainer.fit(learner, tr.GroupDataset(queue, "prompt", 2, 2), ckpt_path=newest(directory))
+    queue.close()
+    if seen is not None:
+        for place, item in enumerate(learner.seen.tolist()):
+            seen[place] = item
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["both", "the next step"])
+def test_a_killed_run_goes_on_with_the_groups_that_its_saved_model_had_not_seen(tmp_path, step):
+    def run_and_die():
+        dying(*STEPS[step], 3, False)
+        train_in_groups(tmp_path, Learner())
+
+    with Forked(run_and_die) as run:
+        assert run.wait() == -signal.SIGKILL
+    seen = shared_counters(2 * ITEMS)
+    with Forked(train_in_groups, tmp_path, Learner(), seen) as run:
+        assert run.wait() == 0
+    groups = [item for first in range(ITEMS // 2) for item in (first, first + ITEMS // 2)]
+    assert seen[:].tolist() == [*groups, *[-1] * ITEMS]
+
+
 @pytest.mark.slow
 def test_a_checkpoint_knows_what_all_ranks_have_learnt_from(tmp_path):
     items, ranks = 40, 2

@@ -6,6 +6,7 @@ __all__ = [
     "final_observations",
     "flat_episodes",
     "footprint",
+    "groups",
     "inspection",
     "jams",
     "local_sampler",

@@ -24,6 +24,7 @@ from torchreplay.validation import checked_instance, checked_int
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from torchreplay.buffer.groups import Groups
     from torchreplay.buffer.stats import Stats
     from torchreplay.buffer.writer import Autoreset, Writer
     from torchreplay.cuda.staging import Staging
@@ -91,6 +92,7 @@ class StreamSpec:
             each epoch may be shorter, and there is no staging. None: it does not end so.
         for_others: Batches of a queue that another process will hold: this one never ends what it holds.
         budget: The most elements that a batch may have of some ragged fields, by name; None: any number.
+        groups: Of a queue: the groups of each batch; None: batches of single items.
 
     Raises:
         ValueError: `batch_size` is out of range.
@@ -106,6 +108,7 @@ class StreamSpec:
     last_epoch: int | None = None
     for_others: bool = False
     budget: Mapping[str, int] | None = None
+    groups: Groups | None = None
 
     def __post_init__(self) -> None:
         checked_int("batch_size", self.batch_size, 1, MAX_BATCH)

@@ -205,7 +205,7 @@ class LearnerJam(Jam):
         state = queue_state(self._segment, True)
         if state is None or _progress(state) != key:
             return
-        advice = "call commit() or release() first" if mine else "ask for fewer, or for at_least=1"
+        advice = self._advice(mine)
         if state["need"] == Need.UNFINISHED:
             advice = f"an unfinished episode keeps its place, and its writer has no room to go on; {advice}"
         raise WouldBlockForever(
@@ -214,3 +214,6 @@ class LearnerJam(Jam):
             f"the {self._config.capacity:,} rows' items; {advice}, or choose a capacity of at least "
             f"{capacity_that_does(self._config, state):,}"
         )
+
+    def _advice(self, mine: int) -> str:
+        return "call commit() or release() first" if mine else "ask for fewer, or for at_least=1"

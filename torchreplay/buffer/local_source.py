@@ -15,6 +15,7 @@ import torch
 
 from torchreplay import _C
 from torchreplay.buffer.base import BatchSource, Pin, StreamSpec
+from torchreplay.buffer.group_iterator import GroupIterator
 from torchreplay.buffer.local_sampler import LocalSampler
 from torchreplay.buffer.pending_updates import PendingUpdates
 from torchreplay.buffer.prefetch import DRAWS, PrefetchIterator, count_draws
@@ -115,6 +116,8 @@ class LocalSource(LocalSampler, BatchSource):
 
     def batches(self, spec: StreamSpec) -> PrefetchIterator:
         """Returns a stream of batches; a native thread draws `prefetch` of them ahead."""
+        if spec.groups is not None:
+            return GroupIterator(self, spec)
         kind = QueueIterator if isinstance(self.config.sampler, Fifo) else PrefetchIterator
         return kind(self, spec)
 

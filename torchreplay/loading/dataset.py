@@ -273,7 +273,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             self._for_others,
             self.budget,
         )
-        stream = source_of(self.buffer).batches(spec)
+        stream = source_of(self.buffer).batches(self._spec(spec))
         try:
             for batch in stream:
                 position += 1
@@ -292,6 +292,10 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         finally:
             stream.close()
             self._here().length = None
+
+    def _spec(self, spec: StreamSpec) -> StreamSpec:
+        """Returns which batches those of this dataset are."""
+        return spec
 
     @property
     def ready(self) -> int:

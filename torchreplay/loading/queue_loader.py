@@ -13,6 +13,7 @@ from torchreplay.buffer.local_source import LocalSource
 from torchreplay.buffer.queue import NO_LOOP
 from torchreplay.errors import Stopped
 from torchreplay.loading.dataset import ReplayDataset
+from torchreplay.loading.group_dataset import GroupDataset
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.samplers import Fifo
 from torchreplay.segment.waits import MEANWHILE, Meanwhile
@@ -43,6 +44,7 @@ class QueueLoader(DataLoader[Any]):
     Raises:
         ValueError: The dataset is of no queue, or has a device beside workers; or the queue cannot hold as many batches
             as the workers draw ahead.
+        TypeError: The dataset is none, or a `GroupDataset`, which draws where the loop is.
 
     Example:
         >>> queue = tr.ReplayBuffer({"x": tr.Field()}, capacity=100, sampler=tr.Fifo())
@@ -56,6 +58,8 @@ class QueueLoader(DataLoader[Any]):
 
     def __init__(self, dataset: ReplayDataset, num_workers: int = 0, **options: Any) -> None:
         checked_instance("dataset", dataset, ReplayDataset, "a ReplayDataset of a queue")
+        if isinstance(dataset, GroupDataset):
+            raise TypeError("dataset is a GroupDataset, which draws in the process that trains: iterate it itself")
         if not isinstance(dataset.buffer.sampler, Fifo):
             raise ValueError(f"the buffer's sampler is {dataset.buffer.sampler}: a QueueLoader needs a queue, Fifo()")
         if checked_int("num_workers", num_workers, 0):

@@ -50,12 +50,15 @@ bool write(SegmentMemory& m, int id, Journal& j, int most) {
 
 // Draws a batch, of one item at least, and notes it. `held`: what came before, which is done then. False: there was
 // none.
-bool draw(BatchSampler& sampler, Journal& j, uint64_t step, std::vector<int64_t>& held, std::vector<int64_t>& values) {
+bool draw(BatchSampler& sampler, bool in_groups, Journal& j, uint64_t step, std::vector<int64_t>& held,
+          std::vector<int64_t>& values) {
   std::array<int64_t, kDrawn> keys{}, numbers{};
   std::array<float, kDrawn> weight{}, probability{};
   Shortage shortage;
   const BatchPointers out{{reinterpret_cast<char*>(numbers.data())}, keys.data(), weight.data(), probability.data()};
-  const Draw outcome = sampler.sample(kDrawn, 0, {7, 0, step}, out, shortage, {}, {.at_least = 1, .done = &held});
+  GroupDraw groups{.size = 1, .groups = kDrawn, .last = true};
+  const DrawRules rules{.at_least = 1, .done = &held, .groups = in_groups ? &groups : nullptr};
+  const Draw outcome = sampler.sample(kDrawn, 0, {7, 0, step}, out, shortage, {}, rules);
   if (held.empty())
     for (const int64_t number : std::exchange(values, {})) j.done[static_cast<size_t>(number)]++;
   if (outcome != Draw::kDone) return false;
@@ -69,25 +72,25 @@ bool draw(BatchSampler& sampler, Journal& j, uint64_t step, std::vector<int64_t>
 }
 
 // Writes and draws in turn, as one process that does both.
-void live(SegmentMemory& m, Journal& j, int turns) {
+void live(SegmentMemory& m, bool in_groups, Journal& j, int turns) {
   const int id = join(m, Role::kWriter);
   BatchSampler sampler(m);
   std::vector<int64_t> held, values;
   for (int turn = 0; turn < turns; turn++) {
     write(m, id, j, 5);
-    draw(sampler, j, static_cast<uint64_t>(turn), held, values);
+    draw(sampler, in_groups, j, static_cast<uint64_t>(turn), held, values);
   }
   const SegmentLock lock(m);
   Claims(m).commit(held, m.presence());
   for (const int64_t number : values) j.done[static_cast<size_t>(number)]++;
 }
 
-void check_death_at(const char* point, uint64_t nth, uint64_t max_draws, int& deaths, bool& died) {
+void check_death_at(const char* point, uint64_t nth, uint64_t max_draws, bool in_groups, int& deaths, bool& died) {
   auto m = queue(max_draws);
   const Shared<Journal> journal;
   Child child([&] {
     fault::arm(point, nth);
-    live(*m, *journal, 8);
+    live(*m, in_groups, *journal, 8);
   });
   died = child.wait() == fault::kExitStatus;
   deaths += died;
@@ -105,7 +108,7 @@ void check_death_at(const char* point, uint64_t nth, uint64_t max_draws, int& de
       lock.absorb();
       publish_limit(*m);
     }
-    all &= !draw(sampler, j, 100 + static_cast<uint64_t>(turn), held, values) && held.empty();
+    all &= !draw(sampler, in_groups, j, 100 + static_cast<uint64_t>(turn), held, values) && held.empty();
     for (size_t i = 0; i < kRows; i++) later[i] += j.got[i] - got[i];
     if (all) break;
   }
@@ -123,20 +126,66 @@ void check_death_at(const char* point, uint64_t nth, uint64_t max_draws, int& de
   BOOST_REQUIRE_EQUAL(m->header().ticket_limit.load(), m->header().head.load() + kCapacity);  // all room is free
 }
 
+// Draws groups of two of which no second member ever comes, and which are late at once.
+void drop_all(SegmentMemory& m, uint64_t step) {
+  BatchSampler sampler(m);
+  std::array<int64_t, 2> keys{}, numbers{};
+  std::array<float, 2> weight{}, probability{};
+  Shortage shortage;
+  const BatchPointers out{{reinterpret_cast<char*>(numbers.data())}, keys.data(), weight.data(), probability.data()};
+  GroupDraw groups{.size = 2, .timeout_ms = 0};
+  BOOST_REQUIRE(sampler.sample(2, 0, {7, 0, step}, out, shortage, {}, {.groups = &groups}) == Draw::kWait);
+}
+
+bool drops_after_death_at(const char* point, uint64_t nth) {
+  auto m = queue(2);
+  const Shared<Journal> journal;
+  Child child([&] {
+    fault::arm(point, nth);
+    write(*m, join(*m, Role::kWriter), *journal, 5);
+    drop_all(*m, 0);
+  });
+  const bool died = child.wait() == fault::kExitStatus;
+  drop_all(*m, 1);
+  const SegmentLock lock(*m);
+  BOOST_REQUIRE_EQUAL(m->header().held, 0U);
+  BOOST_REQUIRE_EQUAL(m->tree().count(), 0);
+  BOOST_REQUIRE_EQUAL(m->header().ticket_limit.load(), m->header().head.load() + kCapacity);
+  return died;
+}
+
+std::vector<const char*> all_points() {
+  std::vector<const char*> points;
+  fault::Point::each([&](fault::Point& point) { points.push_back(point.name()); });
+  return points;
+}
+
 }  // namespace
 
 BOOST_AUTO_TEST_CASE(who_dies_at_a_queue_loses_and_doubles_nothing) {
-  std::vector<const char*> points;
-  fault::Point::each([&](fault::Point& point) { points.push_back(point.name()); });
-  for (const uint64_t max_draws : {1, 2}) {
+  struct Way {
+    uint64_t max_draws;
+    bool in_groups;
+  };
+  for (const auto& [max_draws, in_groups] : {Way{1, false}, Way{2, false}, Way{1, true}}) {
     int deaths = 0;
-    for (const char* point : points)
+    for (const char* point : all_points())
       for (uint64_t nth = 1;; nth++) BOOST_TEST_CONTEXT(point << ", the " << nth << ". time, " << max_draws) {
           bool died = false;
-          check_death_at(point, nth, max_draws, deaths, died);
+          check_death_at(point, nth, max_draws, in_groups, deaths, died);
           if (!died) break;
         }
     BOOST_TEST(deaths > 200);
     BOOST_TEST_MESSAGE(deaths << " deaths");
   }
+}
+
+BOOST_AUTO_TEST_CASE(a_late_group_is_dropped_by_who_comes_after_one_that_died_in_it) {
+  int deaths = 0;
+  for (const char* point : all_points())
+    for (uint64_t nth = 1;; nth++) BOOST_TEST_CONTEXT(point << ", the " << nth << ". time") {
+        if (!drops_after_death_at(point, nth)) break;
+        deaths++;
+      }
+  BOOST_TEST(deaths > 50);
 }
