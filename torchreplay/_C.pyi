@@ -225,6 +225,9 @@ class Segment:
     def limiter(self) -> tuple[int, float, float]: ...
     step: int
     stream: int
+    policy_version: int
+    @property
+    def expired_items(self) -> int: ...
     @property
     def draws_go_on(self) -> tuple[int, int]: ...
 
@@ -268,6 +271,7 @@ class Prefetcher:
     def close(self) -> None: ...
 
 class Writer:
+    _policy_version: int
     def __init__(
         self,
         segment_type: type[Segment],
