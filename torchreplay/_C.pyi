@@ -96,7 +96,7 @@ class Segment:
         batch_type: type[dict[str, Any]],
         seed: int = ...,
         capacity: int = ...,
-        sampler: tuple[bool, int, float, float, int, float, bool, bool, bool, int, int] = ...,
+        sampler: tuple[bool, int, float, float, int, float, bool, bool, bool, int, int, int] = ...,
         limiter: tuple[int, float, float, float, float] = ...,
         view: tuple[int, ...] = ...,
         text: str = ...,

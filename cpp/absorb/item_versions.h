@@ -17,7 +17,8 @@ inline int64_t versions_behind(int64_t version, int64_t older) {
 }
 
 // Items that are too old for the learner are found by bounds: one for each block of slots, and one for all. So it takes
-// no time where none is too old, and is proportional to what goes where some are. Bounds may be too low, never too high.
+// no time where none is too old, and is proportional to what goes where some are. Bounds may be too low, never too
+// high.
 class ItemVersions {
  public:
   explicit ItemVersions(SegmentMemory& m)

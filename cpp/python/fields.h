@@ -212,8 +212,8 @@ class KeywordMatcher {
   ~KeywordMatcher() { Py_XDECREF(names_); }
   KeywordMatcher(const KeywordMatcher&) = delete;
 
-  // Fills `values` (one per field, nullptr for one that is filled and not given) and `options` (nullptr when not given),
-  // which live until release().
+  // Fills `values` (one per field, nullptr for one that is filled and not given) and `options` (nullptr when not
+  // given), which live until release().
   void match(PyObject* const* args, PyObject* names, PyObject** values, PyObject** options) {
     if (filled_ >= 0) values[filled_] = nullptr;
     if (!names || (names != names_ && !known(names))) learn(names);

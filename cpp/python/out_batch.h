@@ -25,7 +25,8 @@ class GivenBatch {
   }
 
   void point(BatchPointers& out) const {
-    point_at(out, views_.size() - reserved_count(has_age_), has_age_, bytes_, [&](size_t output) { return data(output); });
+    point_at(out, views_.size() - reserved_count(has_age_), has_age_, bytes_,
+             [&](size_t output) { return data(output); });
   }
 
  private:

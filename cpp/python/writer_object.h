@@ -256,7 +256,8 @@ inline PyObject* extend_rows(PyObject* self, WriterObject& s, PyObject* const* a
   Leading leading{.times = true};
   s.open_all(leading);
   const int64_t rows = leading.time_count;
-  if (rows < 0) throw std::invalid_argument("extend() got no field that says how many rows there are: give policy_version");
+  if (rows < 0)
+    throw std::invalid_argument("extend() got no field that says how many rows there are: give policy_version");
   s.priorities.open(options[0], leading);
   KeyTensor keys(rows);
   if (rows > 0) write_rows(self, s, static_cast<uint64_t>(rows), keys.keys);
