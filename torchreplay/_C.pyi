@@ -96,7 +96,7 @@ class Segment:
         batch_type: type[dict[str, Any]],
         seed: int = ...,
         capacity: int = ...,
-        sampler: tuple[bool, int, float, float, int, float, bool, bool, bool, int, int] = ...,
+        sampler: tuple[bool, int, float, float, int, float, bool, bool, bool, int, int, int] = ...,
         limiter: tuple[int, float, float, float, float] = ...,
         view: tuple[int, ...] = ...,
         text: str = ...,
@@ -242,6 +242,9 @@ class Segment:
     def limiter(self) -> tuple[int, float, float]: ...
     step: int
     stream: int
+    policy_version: int
+    @property
+    def expired_items(self) -> int: ...
     @property
     def draws_go_on(self) -> tuple[int, int]: ...
 
@@ -285,6 +288,7 @@ class Prefetcher:
     def close(self) -> None: ...
 
 class Writer:
+    _policy_version: int
     def __init__(
         self,
         segment_type: type[Segment],

@@ -49,7 +49,7 @@ from torch import Tensor
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.schema.batch_plan import GOALS, BatchPlan
 from torchreplay.schema.samplers import Schedule
-from torchreplay.schema.spec import fixed_fields, flatten, nest
+from torchreplay.schema.spec import fixed_fields, flatten, has_versions, nest
 from torchreplay.segment.closeable import Closeable
 from torchreplay.segment.process_hooks import open_rings
 from torchreplay.validation import checked_instance, checked_int
@@ -120,12 +120,18 @@ class Ring(Closeable):
 
     Raises:
         TypeError: `buffer` is no `ReplayBuffer`.
+        ValueError: Its rows have ragged fields, or a policy version.
         RuntimeError: The buffer is closed.
     """
 
     def __init__(self, buffer: ReplayBuffer) -> None:
         checked_instance("buffer", buffer, ReplayBuffer, "torchreplay.ReplayBuffer")
         fields = fixed_fields(flatten(buffer.spec), "torchreplay.ops")
+        if has_versions(fields):
+            raise ValueError(
+                "the spec has a field 'policy_version', and the operators know no ages: draw with buffer.sample(), or "
+                "give the field another name"
+            )
         plan = buffer.view.plan(fields)
         outputs = fields if plan is None else plan.outputs
         self._paths = tuple(outputs)

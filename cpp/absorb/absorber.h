@@ -5,6 +5,7 @@
 #include "absorb/dirty_scope.h"
 #include "absorb/draw_counts.h"
 #include "absorb/drawn_items.h"
+#include "absorb/item_versions.h"
 #include "absorb/leaf_changes.h"
 #include "absorb/page_follower.h"
 #include "absorb/pending_set.h"
@@ -23,7 +24,8 @@ class Absorber {
         is_queue_(Claims::are_kept(header_)),
         counts_draws_(DrawCounts::are_kept(header_)),
         has_pages_(m.has_pages()),
-        keeps_more_(is_queue_ || counts_draws_ || has_pages_),
+        versions_(m),
+        keeps_more_(is_queue_ || counts_draws_ || has_pages_ || versions_.are_kept()),
         tree_(m.tree()),
         leaves_(tree_),
         initial_(header_, tree_),
@@ -69,6 +71,26 @@ class Absorber {
     } while (adopted_ && deferred_);
     leaves_.flush();
     return true;
+  }
+
+  // One bounded step of taking the items away that are too old for the learner's version. True: none is left that is.
+  // O(items that go), and nothing where none does.
+  bool expire() {
+    const int64_t oldest = versions_.judge();
+    if (!versions_.has_older(oldest)) return true;
+    const DirtyScope dirty(header_, Dirty::kTree);
+    const uint64_t last = versions_.blocks();
+    for (uint64_t n = 0; n < kChunk && expired_below_ < last; n += kVersionBlock) {
+      expired_below_ = versions_.next_block(expired_below_, oldest);
+      if (expired_below_ == last) break;
+      versions_.expire_block(expired_below_++, oldest, tree_, [&](uint64_t anchor) { expire(anchor); });
+    }
+    leaves_.flush();
+    TORCHREPLAY_FAULT("expire.flushed");
+    if (expired_below_ < last) return false;
+    expired_below_ = 0;  // others may have come meanwhile
+    versions_.sum_up();
+    return !versions_.has_older(oldest);
   }
 
   // Brings one slot up to date: what a failed draw does, so that it cannot fail for ever.
@@ -245,6 +267,15 @@ class Absorber {
     leaves_.set(anchor, 0);
   }
 
+  // The item anchored there, which can be drawn, is too old.
+  void expire(uint64_t anchor) {
+    leaves_.set(anchor, 0);
+    if (is_queue_) claims_.end_item(anchor);
+    if (counts_draws_) counts_.end_item(anchor);
+    header_.expired_items++;
+    TORCHREPLAY_FAULT("expire.item");
+  }
+
   // False when the row has to wait: it is being overwritten right now, or comes before its predecessor, or its pages
   // were issued after this absorption has looked. One whose pages were issued again is no row any more.
   template <bool kMore>
@@ -301,6 +332,7 @@ class Absorber {
     }
     if (kMore && counts_draws_ && counts_.is_used_up(anchor)) return;
     drawn_.clear(anchor);
+    if (kMore && versions_.are_kept()) versions_.set(anchor, streams_);
     leaves_.set(anchor, kMore && is_queue_ ? places_.leaf(anchor) : initial_.of(priority));
     TORCHREPLAY_FAULT("complete.leaf");
     header_.inserted++;
@@ -311,6 +343,7 @@ class Absorber {
   SegmentMemory& memory_;
   Header& header_;
   bool linked_, is_queue_, counts_draws_, has_pages_;
+  ItemVersions versions_;
   bool keeps_more_;  // of rows or items, than most segments do
   PriorityTree tree_;
   LeafChanges leaves_;
@@ -324,6 +357,7 @@ class Absorber {
   PageFollower pages_;
   uint64_t head_ = 0;  // of the running absorption
   uint64_t adopted_ = 0, deferred_ = 0;
+  uint64_t expired_below_ = 0;  // blocks of slots that hold nothing too old any more
 };
 
 }  // namespace torchreplay

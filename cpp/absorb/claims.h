@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absorb/dirty_scope.h"
+#include "absorb/item_versions.h"
 #include "absorb/places.h"
 #include "segment/row_facts.h"
 #include "segment/segment_memory.h"
@@ -55,7 +56,13 @@ static_assert(sizeof(ItemHolder) == kHolderBytes);
 class Claims {
  public:
   explicit Claims(SegmentMemory& m)
-      : memory_(m), header_(m.header()), tree_(m.tree()), places_(m), words_(m.claims()), holders_(holders_of(m)) {}
+      : memory_(m),
+        header_(m.header()),
+        tree_(m.tree()),
+        places_(m),
+        versions_(m),
+        words_(m.claims()),
+        holders_(holders_of(m)) {}
 
   static bool are_kept(const Header& h) { return h.sampler.queue != 0; }
 
@@ -222,7 +229,10 @@ class Claims {
       const Claim claim = of(slot);
       arrive(slot);  // by the clock of this boot
       if (!claim.holder()) continue;
-      if (may_come_again(slot, claim.draws())) tree_.leaves()[slot] = places_.leaf(slot);
+      if (may_come_again(slot, claim.draws())) {
+        tree_.leaves()[slot] = places_.leaf(slot);
+        versions_.note(slot);
+      }
       words_[slot] = claim.free().word;
     }
     header_.held = header_.holders = 0;
@@ -281,6 +291,7 @@ class Claims {
       const uint64_t draws = std::min(draws_of(claim), Claim::kMostDraws);
       if (may_come_again(slot, draws)) {
         tree_.leaves()[slot] = places_.leaf(slot);
+        versions_.note(slot);
         index_.push_back(static_cast<int64_t>(slot));
         TORCHREPLAY_FAULT("claims.back");
       }
@@ -330,6 +341,7 @@ class Claims {
   Header& header_;
   PriorityTree tree_;
   Places places_;
+  ItemVersions versions_;
   uint64_t* words_;
   ItemHolder* holders_;
   std::vector<int64_t> index_;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absorb/dirty_scope.h"
+#include "absorb/item_versions.h"
 #include "absorb/leaf_changes.h"
 #include "segment/row_facts.h"
 #include "segment/segment_memory.h"
@@ -19,7 +20,12 @@ class DrawCounts {
   static constexpr uint64_t kMost = 0xffff;
 
   explicit DrawCounts(SegmentMemory& m)
-      : memory_(m), header_(m.header()), tree_(m.tree()), words_(m.claims()), most_(header_.sampler.max_draws) {}
+      : memory_(m),
+        header_(m.header()),
+        tree_(m.tree()),
+        versions_(m),
+        words_(m.claims()),
+        most_(header_.sampler.max_draws) {}
 
   static bool are_kept(const Header& h) { return h.sampler.max_draws != 0 && !h.sampler.queue; }
 
@@ -92,7 +98,10 @@ class DrawCounts {
       if (!is_there(key) || n == 0) continue;
       const float leaf = kept_leaf(slot);
       if (n == most_ && !(leaf > 0)) continue;  // it ended
-      if (n == most_ && !is_discarded(memory_, slot)) leaves.set(slot, header_.sampler.prioritized ? leaf : 1);
+      if (n == most_ && !is_discarded(memory_, slot)) {
+        leaves.set(slot, header_.sampler.prioritized ? leaf : 1);
+        versions_.note(slot);
+      }
       kill_fence();
       words_[slot] = n - 1;
       TORCHREPLAY_FAULT("counts.uncounted");
@@ -146,6 +155,7 @@ class DrawCounts {
   SegmentMemory& memory_;
   Header& header_;
   PriorityTree tree_;
+  ItemVersions versions_;
   uint64_t* words_;  // the leaf << 32 | draws
   uint64_t most_;
   std::vector<int64_t> gone_;  // slots of items that a draw uses up

@@ -109,6 +109,8 @@ class QueueRoom {
       Absorber absorber(memory_);
       while (!absorber.step(head)) {
       }
+      while (!absorber.expire()) {  // what has come may be too old
+      }
       confirmed_dead_ = std::exchange(seen_dead_, 0);
     }
   }

@@ -237,6 +237,21 @@ class Attachment {
     wake_learners();
   }
 
+  // The policy version that the learner is at. It only grows: rows of versions that come again would be taken for those
+  // of before. Throws std::invalid_argument.
+  int64_t policy_version() const { return memory_->header().policy_version.load(std::memory_order_acquire); }
+  void set_policy_version(int64_t version) {
+    std::atomic<int64_t>& now = memory_->header().policy_version;
+    int64_t before = now.load(std::memory_order_relaxed);
+    do {
+      if (version < before)
+        throw std::invalid_argument("policy_version is " + std::to_string(version) + ", and " + memory_->called() +
+                                    " is at " + std::to_string(before) +
+                                    ": it only grows, or rows of other weights would have the same version; go on "
+                                    "counting, such as by SharedWeights(module, version=buffer.policy_version)");
+    } while (!now.compare_exchange_weak(before, version, std::memory_order_acq_rel));
+  }
+
   LimiterConfig limiter() {
     const Unlocked others;
     const SegmentLock lock(*memory_);

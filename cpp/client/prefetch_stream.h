@@ -2,6 +2,7 @@
 #pragma once
 
 #include <deque>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -65,10 +66,12 @@ class PrefetchStream {
     learner_->note_draw(prefetcher_->count());
     taken.count = prefetcher_->count();
     taken.memory = std::move(orders_.front().memory);
-    if (Claims::are_kept(attachment->memory().header())) {
+    const bool is_held = Claims::are_kept(attachment->memory().header());
+    if (is_held || attachment->memory().layout().view.version1) {
       BatchPointers out;
       taken.memory->point(out);
-      learner_->got(*attachment, out.keys, taken.count, loop_);
+      if (out.age) add_versions(out.age, taken.count, attachment->policy_version() - drawn_from_.version);
+      if (is_held) learner_->got(*attachment, out.keys, taken.count, loop_);
     }
     forget(1);
     return taken;
@@ -135,6 +138,12 @@ class PrefetchStream {
     if (busy() == Busy::kCloses) throw std::runtime_error("another thread ends this iteration");
     if (busy() == Busy::kWaits)
       throw std::runtime_error("another thread waits for a batch of this iteration: it is for one thread");
+  }
+
+  // Items that were drawn ahead have become so many versions older.
+  static void add_versions(int64_t* age, int n, int64_t versions) {
+    for (int i = 0; i < n; i++)
+      if (__builtin_add_overflow(age[i], versions, &age[i])) age[i] = std::numeric_limits<int64_t>::max();
   }
 
   bool has_thread() const { return prefetcher_ && prefetcher_->here(); }

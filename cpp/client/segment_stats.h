@@ -17,6 +17,12 @@ inline std::optional<uint64_t> oldest_of_queue(SegmentMemory& m) {
   return OldestItems::oldest(m, tree);
 }
 
+// Versions that the items drawn so far were behind the learner's, on average.
+inline double mean_age(const Header& h) {
+  const auto ages = static_cast<double>(static_cast<int64_t>(h.ages.load(std::memory_order_relaxed)));
+  return ages / static_cast<double>(std::max<uint64_t>(1, h.aged.load(std::memory_order_relaxed)));
+}
+
 // Times are in ns, as of `now` by machine_ns(); 0: it never was.
 struct SegmentStats {
   // Under the lock.
@@ -25,7 +31,11 @@ struct SegmentStats {
   float max_raw;
   uint64_t held_items, dropped_items;
   double oldest_age;  // of a queue: seconds since the oldest item came; -1: there is none
+  uint64_t expired_items;
   // Beside it.
+  int64_t policy_version;  // the learner's
+  double age_mean;         // of the items drawn: versions that they were behind it
+  int64_t age_max;
   Census census;
   int64_t now;
   uint64_t insert_wait, sample_wait;
@@ -44,6 +54,9 @@ struct SegmentStats {
     s.read_participants(m);
     const Header& h = m.header();
     s.draws = h.draws.load(std::memory_order_relaxed);
+    s.policy_version = h.policy_version.load(std::memory_order_relaxed);
+    s.age_mean = mean_age(h);
+    s.age_max = h.largest_age.load(std::memory_order_relaxed);
     s.redraws = h.redraws.load(std::memory_order_relaxed);
     s.head = h.head.load(std::memory_order_relaxed);
     s.taken_ahead = h.taken_ahead.load(std::memory_order_relaxed);
@@ -67,7 +80,7 @@ struct SegmentStats {
     const bool are_alike = Claims::are_kept(h) || Epochs::are_kept(h);  // their leaves are marks, no priorities
     priority_total = are_alike ? static_cast<double>(drawable) : static_cast<double>(tree.total()) * tree.unit();
     smallest_leaf = drawable ? tree.min() : 0.0;
-    held_items = h.held, dropped_items = h.dropped_items;
+    held_items = h.held, dropped_items = h.dropped_items, expired_items = h.expired_items;
     ragged_bytes = m.layout().pages.count * m.layout().pages.bytes;
     ragged_fill =
         m.has_pages() ? static_cast<double>(pages_in_use(m)) / static_cast<double>(m.layout().pages.count) : 0;

@@ -5,10 +5,13 @@
 #include <algorithm>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "absorb/draw_counts.h"
+#include "absorb/item_versions.h"
 #include "draw/due_items.h"
 #include "draw/item_gather.h"
 #include "draw/oldest_items.h"
@@ -27,6 +30,7 @@ struct DrawnFrom {
   double total = 0, smallest = 0;
   int64_t drawable = 0;
   double beta = 0;
+  int64_t version = 0;  // the learner's, where rows have a policy version
 };
 
 // A draw as the segment counts it. Unless it is kept it has not happened: whatever ends it takes it back. That needs no
@@ -77,6 +81,7 @@ class BatchSampler {
         due_(m, drawing_),
         oldest_(m, drawing_),
         counts_(m),
+        versions_(m),
         keeps_epochs_(Epochs::are_kept(m.header())),
         is_queue_(Claims::are_kept(m.header())),
         counts_draws_(DrawCounts::are_kept(m.header())),
@@ -168,6 +173,7 @@ class BatchSampler {
       if (drawing_.todo.empty()) {
         drawn_from_.beta = beta;
         finish(count(), beta, out);
+        note_ages(out);
         counted.keep();
         taken.keep();
         return Draw::kDone;
@@ -270,7 +276,10 @@ class BatchSampler {
       const bool barren = tree.total() == 0 && h.absorbed > h.completed_at + 2 * memory_.capacity();
       return barren ? Draw::kBarren : Draw::kWait;
     }
-    if (!round) note_tree(tree);  // before items are taken
+    if (!round) {
+      note_tree(tree);  // before items are taken
+      drawn_from_.version = h.judged_version;
+    }
     if (keeps_epochs_) {
       if (const Draw due = due_.find(n, name, round, rules); due != Draw::kDone) return due;
     } else if (is_queue_) {
@@ -279,6 +288,7 @@ class BatchSampler {
       find(tree, n, name, round);
     }
     failed_are_back_ = false;
+    note_versions(drawing_.todo);
     if (counted) counted.recount(drawing_.items.size());
     if (!counted) {
       counted.count(count());
@@ -386,6 +396,27 @@ class BatchSampler {
       if (memory_.at(slot) != key + 1 || !is_there) continue;
       drawing_.items.push_back({slot, key + 1, mass_of(tree, leaf), total_of(tree), min_mass, tree.count(),
                                 drawing_.chance(static_cast<size_t>(i), kNoChance)});
+    }
+    drawn_from_.version = h.judged_version;
+    note_versions(numbers_below(drawing_.items.size()));
+  }
+
+  // The lock is held.
+  void note_versions(const std::vector<int>& numbers) {
+    if (!versions_.are_kept()) return;
+    for (const int i : numbers) drawing_.items[i].version = versions_.of(drawing_.items[i].slot);
+  }
+
+  // For those who watch.
+  void note_ages(const BatchPointers& out) const {
+    if (!out.age || drawing_.items.empty()) return;
+    Header& h = memory_.header();
+    const std::span<const int64_t> ages(out.age, drawing_.items.size());
+    h.ages.fetch_add(std::accumulate(ages.begin(), ages.end(), uint64_t{0}), std::memory_order_relaxed);
+    h.aged.fetch_add(ages.size(), std::memory_order_relaxed);
+    const int64_t largest = std::ranges::max(ages);
+    int64_t before = h.largest_age.load(std::memory_order_relaxed);
+    while (before < largest && !h.largest_age.compare_exchange_weak(before, largest, std::memory_order_relaxed)) {
     }
   }
 
@@ -594,6 +625,8 @@ class BatchSampler {
   // (Schaul et al. 2016, equation 1 and section 3.4). N and sum cancel in a normalised weight.
   void finish(int n, double beta, const BatchPointers& out) const {
     for (int i = 0; i < n; i++) out.keys[i] = drawing_.items[i].key();
+    if (out.age)
+      for (int i = 0; i < n; i++) out.age[i] = versions_behind(drawn_from_.version, drawing_.items[i].version);
     const Normalize normalize = memory_.header().sampler.normalize;
     double smallest = 1;  // probability of the batch
     for (int i = 0; i < n; i++) {
@@ -619,6 +652,7 @@ class BatchSampler {
   DueItems due_;
   OldestItems oldest_;
   DrawCounts counts_;
+  ItemVersions versions_;
   bool keeps_epochs_, is_queue_, counts_draws_;
   bool failed_are_back_ = false;  // those of todo
   bool has_budget_ = false;       // the draw that is under way

@@ -14,7 +14,8 @@ struct DrawnItem {
   uint64_t slot, key1;
   uint64_t mass, total, min_mass;
   int64_t drawable;
-  uint64_t chance;  // a random word of the item's own
+  uint64_t chance;      // a random word of the item's own
+  int64_t version = 0;  // the policy that it came about by, where rows say so
 
   int64_t key() const { return static_cast<int64_t>(key1) - 1; }
 };
@@ -26,6 +27,7 @@ struct BatchPointers {
   int64_t* keys = nullptr;
   float* weight = nullptr;
   float* probability = nullptr;
+  int64_t* age = nullptr;         // where rows have a policy version
   uint64_t bytes = 0;             // of all values together
   RaggedBatch* ragged = nullptr;  // where the values of any length go; nullptr: nobody wants them
 };

@@ -21,6 +21,9 @@ class AttachedSegment : public Attachment {
   RaggedPlan ragged_outputs;
   bool closed = false;  // by its buffer, while writers keep it
 
+  // Rows say by which policy they came about.
+  bool has_versions() const { return memory().layout().view.version1 != 0; }
+
   const Fields& outputs() const { return linked() ? batch : fields; }
 
   void name_fields(Fields named) {
@@ -29,7 +32,7 @@ class AttachedSegment : public Attachment {
   }
 
   // Memory for a batch of `n` items.
-  BatchBuilder new_batch(int64_t n) const { return {outputs(), ragged_outputs, linked(), n}; }
+  BatchBuilder new_batch(int64_t n) const { return {outputs(), ragged_outputs, linked(), has_versions(), n}; }
 
   // What the calls that know fields of one size alone begin with.
   void require_fixed() const {

@@ -55,6 +55,8 @@ inline void write_planned(PyObject* self, WriterObject& s, int64_t* answers) {
       const Field& field = columns[c];
       if (s.roles.observed[c])
         (row.kind == Kind::kLast ? s.last : s.values)[c].write(m, field, slot, row.obs_time, row.lane);
+      else if (row.kind == Kind::kReset && static_cast<int>(c) == s.version_column())
+        m.write(field, slot, reinterpret_cast<const char*>(&s.policy_version));
       else if (row.kind == Kind::kReset)
         zero_payload(m.value(field, slot), field.nbytes);
       else
@@ -283,7 +285,15 @@ inline PyMethodDef methods[] = {
     // _depart(): others count no more on this writer, unless a thread is using it, until it is used again.
     {"_depart", plain_method<Object, [](Object& s) { s.session.depart(); }>, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
+// Of rows that are given none; the Python side has checked it.
+inline int set_version(PyObject* self, PyObject* value, void*) {
+  return as_status(method<Object>(self, [&](Object& s) {
+    if (!value) throw std::invalid_argument("policy_version cannot be deleted");
+    s.policy_version = as_int(value);
+  }));
+}
 inline PyGetSetDef getset[] = {
+    {"_policy_version", attribute<Object, [](Object& s) { return s.policy_version; }>, set_version, nullptr, nullptr},
     {"closed", attribute<Object, [](Object& s) { return s.session.closed(); }>, nullptr, "True after close().",
      nullptr},
     {"rows", attribute<Object, [](Object& s) { return s.session.rows(); }>, nullptr, "Rows this writer has written.",

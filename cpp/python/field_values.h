@@ -99,6 +99,16 @@ class FieldValue {
     dense_ = a.element == spec.element && is_dense(a, lead);
   }
 
+  // The same number in all rows. It stays where it is.
+  void repeat(const int64_t& number) {
+    view_.array.data = reinterpret_cast<const char*>(&number);
+    time_stride_ = lane_stride_ = 0;
+    to_ = Element::kI64;
+    lead_ = 0;
+    nbytes_ = sizeof number;
+    dense_ = true;
+  }
+
   // Copies it into the row in `slot`, which is busy.
   void write(const SegmentMemory& m, const Field& f, uint64_t slot, int64_t time, int64_t lane = 0) const {
     if (dense_ && to_ != Element::kBool) return m.write(f, slot, at(time, lane));

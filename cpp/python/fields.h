@@ -205,15 +205,17 @@ class KeywordMatcher {
   static constexpr int kOptions = 3;
 
   // `options` that are not null are keywords beside the fields. `observed`: the fields of which next ones are made when
-  // a batch is drawn; they outlive the matcher.
+  // a batch is drawn; they outlive the matcher. `filled`: the field that need not be given; -1: none.
   explicit KeywordMatcher(std::vector<Node> tree, std::array<const char*, kOptions> options = {},
-                          const std::vector<Node>* observed = nullptr)
-      : tree_(std::move(tree)), options_(options), observed_(observed) {}
+                          const std::vector<Node>* observed = nullptr, int filled = -1)
+      : tree_(std::move(tree)), options_(options), observed_(observed), filled_(filled) {}
   ~KeywordMatcher() { Py_XDECREF(names_); }
   KeywordMatcher(const KeywordMatcher&) = delete;
 
-  // Fills `values` (one per field) and `options` (nullptr when not given), which live until release().
+  // Fills `values` (one per field, nullptr for one that is filled and not given) and `options` (nullptr when not
+  // given), which live until release().
   void match(PyObject* const* args, PyObject* names, PyObject** values, PyObject** options) {
+    if (filled_ >= 0) values[filled_] = nullptr;
     if (!names || (names != names_ && !known(names))) learn(names);
     for (size_t i = 0; i < targets_.size(); i++) {
       const Target& target = targets_[i];
@@ -253,7 +255,8 @@ class KeywordMatcher {
     targets.reserve(static_cast<size_t>(n));
     for (Py_ssize_t i = 0; i < n; i++) targets.push_back(target_of(PyTuple_GetItem(names, i), seen));
     for (size_t k = 0; k < seen.size(); k++)
-      if (!seen[k]) throw_names(tree_, "", "missing", text_of(tree_[k].name));
+      if (!seen[k] && (tree_[k].field < 0 || tree_[k].field != filled_))
+        throw_names(tree_, "", "missing", text_of(tree_[k].name));
     targets_ = std::move(targets);
     Py_XINCREF(names);
     names_ = names;
@@ -283,6 +286,7 @@ class KeywordMatcher {
   std::vector<Node> tree_;
   std::array<const char*, kOptions> options_;
   const std::vector<Node>* observed_;
+  int filled_;
   PyObject* names_ = nullptr;
   std::vector<Target> targets_;
   std::vector<Ref> held_;  // nested values

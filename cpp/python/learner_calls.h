@@ -6,9 +6,9 @@
 
 namespace torchreplay::py::segment {
 
-// key, weight and probability.
+// key, weight, probability and age.
 inline PyObject* const* reserved_names() {
-  static PyObject* const names[] = {interned("key"), interned("weight"), interned("probability")};
+  static PyObject* const names[] = {interned("key"), interned("weight"), interned("probability"), interned("age")};
   return names;
 }
 
@@ -68,7 +68,7 @@ PyObject* sample_and(const char* name, PyObject* self, PyObject* const* args, Py
     if (queue.at_least && queue.at_least < n)
       throw std::invalid_argument(
           "a batch that may be shorter goes into memory of its own: leave out= or at_least= out");
-    GivenBatch given(attached->outputs(), n, args[3], reserved_names());
+    GivenBatch given(attached->outputs(), attached->has_versions(), n, args[3], reserved_names());
     given.point(pointers);
     const DrawResult result = s.learner->draw(n, beta, patience, pointers, threads, kNever, queue);
     if (result.outcome != Draw::kDone) return give(nullptr, result);

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <iterator>
 #include <memory>
+#include <span>
 
 #include "draw/ragged_batch.h"
 #include "python/fields.h"
@@ -42,15 +44,20 @@ PyObject* make_tensor(void* data, Element element, int dims, const int64_t* shap
   return static_cast<PyObject*>(out);
 }
 
-// Where a batch goes: at(f) for each output, `bytes` together, and then key, weight and probability.
+// What a batch has beside its outputs: key, weight, probability, and, where rows have a policy version, age.
+inline constexpr Element kReserved[] = {Element::kI64, Element::kF32, Element::kF32, Element::kI64};
+constexpr size_t reserved_count(bool has_age) { return std::size(kReserved) - !has_age; }
+
+// Where a batch goes: at(f) for each output, `bytes` together, and then what it has beside them.
 template <class At>
-void point_at(BatchPointers& out, size_t fields, uint64_t bytes, At&& at) {
+void point_at(BatchPointers& out, size_t fields, bool has_age, uint64_t bytes, At&& at) {
   out.values.resize(fields);
   for (size_t f = 0; f < fields; f++) out.values[f] = at(f);
   out.bytes = bytes;
   out.keys = reinterpret_cast<int64_t*>(at(fields));
   out.weight = reinterpret_cast<float*>(at(fields + 1));
   out.probability = reinterpret_cast<float*>(at(fields + 2));
+  out.age = has_age ? reinterpret_cast<int64_t*>(at(fields + 3)) : nullptr;
 }
 
 // torch.get_num_threads.
@@ -93,19 +100,20 @@ struct KeyTensor {
 class BatchBuilder {
  public:
   // `of_items`: places are counted over all outputs, where items are more than rows; else over those of one size.
-  BatchBuilder(const Fields& fields, const RaggedPlan& plan, bool of_items, int64_t n)
-      : fields_(fields), plan_(plan), of_items_(of_items), n_(n) {
+  BatchBuilder(const Fields& fields, const RaggedPlan& plan, bool of_items, bool has_age, int64_t n)
+      : fields_(fields), plan_(plan), of_items_(of_items), has_age_(has_age), n_(n) {
     size_t bytes = 0;
     auto reserve = [&bytes](size_t size) {
       const size_t at = bytes;
       bytes += round_up(size, kLine);
       return at;
     };
-    offsets_.reserve(fields.specs.size() + 3);
+    const std::span<const Element> reserved(kReserved, reserved_count(has_age));
+    offsets_.reserve(fields.specs.size() + reserved.size());
     for (const FieldSpec& f : fields.specs)
       offsets_.push_back(reserve(f.ragged() ? 0 : f.nbytes * static_cast<size_t>(n)));
     value_bytes_ = bytes;
-    for (size_t size : {8, 4, 4}) offsets_.push_back(reserve(size * static_cast<size_t>(n)));
+    for (const Element e : reserved) offsets_.push_back(reserve(static_cast<size_t>(item_size(e) * n)));
     block_ = Block::make(bytes, static_cast<int>(offsets_.size()) + 1);
     if (!plan.outputs.empty()) ragged_ = std::make_unique<RaggedBatch>(plan);
   }
@@ -115,7 +123,7 @@ class BatchBuilder {
   }
 
   void point(BatchPointers& out) {
-    point_at(out, fields_.specs.size(), value_bytes_, [&](size_t output) { return at(output); });
+    point_at(out, fields_.specs.size(), has_age_, value_bytes_, [&](size_t output) { return at(output); });
     if (!ragged_) return;
     out.ragged = ragged_.get();
     if (of_items_) return;
@@ -155,11 +163,10 @@ class BatchBuilder {
     });
   }
 
-  // Adds key, weight and probability under their (interned) names.
+  // Adds key, weight, probability and age under their (interned) names.
   void fill_reserved(PyObject* dict, PyObject* const* names) {
-    constexpr Element elements[] = {Element::kI64, Element::kF32, Element::kF32};
-    for (size_t i = 0; i < 3; i++) {
-      Ref t(make(fields_.specs.size() + i, elements[i], 1, &n_));
+    for (size_t i = 0; i < reserved_count(has_age_); i++) {
+      Ref t(make(fields_.specs.size() + i, kReserved[i], 1, &n_));
       if (PyDict_SetItem(dict, names[i], t.get())) throw PythonError{};
     }
   }
@@ -232,7 +239,7 @@ class BatchBuilder {
 
   const Fields& fields_;
   const RaggedPlan& plan_;
-  bool of_items_;
+  bool of_items_, has_age_;
   int64_t n_;
   std::unique_ptr<RaggedBatch> ragged_;
   std::vector<size_t> offsets_;

@@ -9,23 +9,24 @@ namespace torchreplay::py {
 
 class GivenBatch {
  public:
-  // `dict` has a tensor for every output, and for key, weight and probability (`reserved`: their names). Throws
+  // `dict` has a tensor for every output, and for what a batch has beside them (`reserved`: their names). Throws
   // std::invalid_argument that names the first one that a batch of n items cannot be written to.
-  GivenBatch(const Fields& fields, int64_t n, PyObject* dict, PyObject* const* reserved)
-      : views_(fields.specs.size() + 3), n_(n) {
+  GivenBatch(const Fields& fields, bool has_age, int64_t n, PyObject* dict, PyObject* const* reserved)
+      : views_(fields.specs.size() + reserved_count(has_age)), has_age_(has_age), n_(n) {
     const size_t outputs = fields.specs.size();
     if (!fields.ragged.empty())
       throw std::invalid_argument("out cannot take the batch: '" + fields.specs[fields.ragged[0]].path +
                                   "' is Ragged, and each batch of such is of another size; leave out= out");
     open_level(fields, fields.tree, dict, "");
-    constexpr Element elements[] = {Element::kI64, Element::kF32, Element::kF32};
-    for (size_t i = 0; i < 3; i++) open(dict, reserved[i], text_of(reserved[i]), elements[i], {}, views_[outputs + i]);
+    for (size_t i = 0; i < reserved_count(has_age); i++)
+      open(dict, reserved[i], text_of(reserved[i]), kReserved[i], {}, views_[outputs + i]);
     refuse_overlap();
     for (const FieldSpec& spec : fields.specs) bytes_ += spec.nbytes * static_cast<uint64_t>(n);
   }
 
   void point(BatchPointers& out) const {
-    point_at(out, views_.size() - 3, bytes_, [&](size_t output) { return data(output); });
+    point_at(out, views_.size() - reserved_count(has_age_), has_age_, bytes_,
+             [&](size_t output) { return data(output); });
   }
 
  private:
@@ -97,6 +98,7 @@ class GivenBatch {
   }
 
   std::vector<ArrayView> views_;
+  bool has_age_;
   int64_t n_;
   uint64_t bytes_ = 0;
 };

@@ -17,7 +17,7 @@ struct BatchMemory {
     if (builder)
       builder->point(out);
     else
-      GivenBatch(segment->outputs(), n, given.get(), segment::reserved_names()).point(out);
+      GivenBatch(segment->outputs(), segment->has_versions(), n, given.get(), segment::reserved_names()).point(out);
   }
 };
 

@@ -92,6 +92,11 @@ inline PyObject* draws_go_on(SegmentObject& s) {
   return checked(Py_BuildValue("IK", static_cast<unsigned int>(next.stream), next.step));
 }
 
+inline int set_policy_version(PyObject* self, PyObject* value, void*) {
+  return change(self, value, "policy_version",
+                [&](SegmentObject&, AttachedSegment& a) { a.set_policy_version(as_int(value)); });
+}
+
 using Object = SegmentObject;
 inline PyGetSetDef getset[] = {
     {"stopped", segment_attribute<[](Attachment& a) { return a.stopped(); }>, nullptr, nullptr, nullptr},
@@ -114,6 +119,10 @@ inline PyGetSetDef getset[] = {
     {"presence", segment_attribute<[](Attachment& a) { return uint64_t{a.memory().presence()}; }>, nullptr, nullptr,
      nullptr},
     {"limiter", segment_attribute<[](Attachment& a) { return told(a.limiter()); }>, nullptr, nullptr, nullptr},
+    {"expired_items", segment_attribute<[](Attachment& a) { return a.memory().header().expired_items; }>, nullptr,
+     nullptr, nullptr},
+    {"policy_version", segment_attribute<[](Attachment& a) { return a.policy_version(); }>, set_policy_version, nullptr,
+     nullptr},
     {"in_file", segment_attribute<[](Attachment& a) { return a.memory().file().phase != Phase::kMemory; }>, nullptr,
      nullptr, nullptr},
     {"address", segment_attribute<[](Attachment& a) { return reinterpret_cast<uintptr_t>(a.memory().base()); }>,

@@ -68,6 +68,11 @@ inline void put_counts(segment::DictBuilder& d, const SegmentFacts& f) {
   d.put<"redraws">(f.redraws);
   d.put<"dropped_rows">(f.dropped_rows);
   d.put<"drawable">(f.drawable);
+  d.put<"policy_version">(f.policy_version);
+  d.put<"ages">(static_cast<int64_t>(f.ages));
+  d.put<"aged">(f.aged);
+  d.put<"age_max">(f.largest_age);
+  d.put<"expired_items">(f.expired_items);
 }
 
 // facts() -> dict: what the segment has counted, and who takes part. Times are in seconds.

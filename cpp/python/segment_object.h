@@ -17,12 +17,12 @@ struct Shape {
   View view;
   uint64_t ragged_bytes;
 
-  // From (span, min_steps, stride, history, across, priority_steps, claimed, ragged_bytes).
+  // From (span, min_steps, stride, history, across, priority_steps, claimed, version1, ragged_bytes).
   static Shape parse(PyObject* tuple) {
     View v;
     unsigned long long ragged_bytes;
-    if (!PyArg_ParseTuple(tuple, "IIIIIIIK", &v.span, &v.min_steps, &v.stride, &v.history, &v.across, &v.priority_steps,
-                          &v.claimed, &ragged_bytes))
+    if (!PyArg_ParseTuple(tuple, "IIIIIIIIK", &v.span, &v.min_steps, &v.stride, &v.history, &v.across,
+                          &v.priority_steps, &v.claimed, &v.version1, &ragged_bytes))
       throw PythonError{};
     if (v.stride < 1 || v.min_steps < 1) throw std::invalid_argument("bad view");
     return {v, ragged_bytes};
@@ -35,14 +35,16 @@ struct Shape {
   }
 };
 
-// From (prioritized, normalize, alpha, eps, initial, initial_raw, epochs, queue, drop_oldest, max_draws, window).
+// From (prioritized, normalize, alpha, eps, initial, initial_raw, epochs, queue, drop_oldest, max_draws, window,
+// max_age or -1).
 inline SamplerConfig parse_sampler(PyObject* tuple) {
   SamplerConfig s;
   int prioritized, epochs, queue, drop_oldest;
   unsigned int normalize, initial;
   unsigned long long max_draws, window;
-  if (!PyArg_ParseTuple(tuple, "pIddIdpppKK", &prioritized, &normalize, &s.alpha, &s.eps, &initial, &s.initial_raw,
-                        &epochs, &queue, &drop_oldest, &max_draws, &window))
+  long long max_age;
+  if (!PyArg_ParseTuple(tuple, "pIddIdpppKKL", &prioritized, &normalize, &s.alpha, &s.eps, &initial, &s.initial_raw,
+                        &epochs, &queue, &drop_oldest, &max_draws, &window, &max_age))
     throw PythonError{};
   if (initial >= kInitials) throw std::invalid_argument("bad sampler");
   s.prioritized = prioritized != 0;
@@ -51,6 +53,7 @@ inline SamplerConfig parse_sampler(PyObject* tuple) {
   s.drop_oldest = drop_oldest != 0;
   s.max_draws = max_draws;
   s.window = window;
+  s.max_age1 = static_cast<uint64_t>(max_age + 1);
   s.normalize = static_cast<Normalize>(normalize);
   s.initial = static_cast<Initial>(initial);
   return s;

@@ -72,6 +72,10 @@ inline PyObject* stats(PyObject* self, PyObject*) {
     d.put<"held_items">(s.held_items);
     d.put<"dropped_items">(s.dropped_items);
     d.put<"oldest_age">(s.oldest_age);
+    d.put<"policy_version">(s.policy_version);
+    d.put<"age_mean">(s.age_mean);
+    d.put<"age_max">(s.age_max);
+    d.put<"expired_items">(s.expired_items);
     d.put<"priority_change">(ratio(s.priority_change, s.updated));
     d.put<"priority_total">(s.priority_total);
     d.put<"smallest_leaf">(s.smallest_leaf);

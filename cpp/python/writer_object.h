@@ -80,7 +80,7 @@ struct WriterObject {
                                     [this](int f) { return !roles.observation.empty() && roles.observation[f]; })),
         matcher(a->fields.tree,
                 {"priority", linked() ? "final_obs" : nullptr, a->fields.ragged.empty() ? nullptr : "lengths"},
-                linked() ? &observations : nullptr),
+                linked() ? &observations : nullptr, version_field()),
         reset_matcher(observations, {"mask"}),
         session(a, Lanes(roles.lanes, roles.vectorised, roles.autoreset, a->memory().layout().view,
                          reset_call(observations))),
@@ -105,16 +105,25 @@ struct WriterObject {
   std::vector<PyObject*> given;  // for each field
   std::vector<Ref> last_held;
   Priorities priorities;
-  int64_t first_key = 0;  // what callers get is this much more than the buffer's own keys
+  int64_t policy_version = 0;  // of rows that are given none
+  int64_t first_key = 0;       // what callers get is this much more than the buffer's own keys
   bool warned_of_reward = false;
 
   const Fields& fields() const { return attached->fields; }
+
+  // The column, and the field, that say by which policy a row came about; -1: none does.
+  int version_column() const { return static_cast<int>(attached->memory().layout().view.version1) - 1; }
+  int version_field() const {
+    return version_column() < 0 ? -1 : static_cast<int>(fields().fixed[static_cast<size_t>(version_column())]);
+  }
 
   // Of ragged fields, `ragged`; of others, `values` or `last`.
   void open(size_t field, Leading& leading, std::vector<FieldValue>& fixed, RaggedValues& of_any_length) {
     const FieldSpec& spec = fields().specs[field];
     if (spec.ragged())
       of_any_length.open(field, given[field], leading);
+    else if (!given[field])
+      fixed[spec.column].repeat(policy_version);
     else
       fixed[spec.column].open(given[field], spec, leading);
   }
@@ -256,6 +265,8 @@ inline PyObject* extend_rows(PyObject* self, WriterObject& s, PyObject* const* a
   Leading leading{.times = true};
   s.open_all(leading);
   const int64_t rows = leading.time_count;
+  if (rows < 0)
+    throw std::invalid_argument("extend() got no field that says how many rows there are: give policy_version");
   s.priorities.open(options[0], leading);
   KeyTensor keys(rows);
   if (rows > 0) write_rows(self, s, static_cast<uint64_t>(rows), keys.keys);

@@ -73,6 +73,7 @@ inline uint64_t config_hash(const Header& h, const char* config, uint64_t nonce)
       .mix(s.drop_oldest)
       .mix(s.max_draws)
       .mix(s.window)
+      .mix(s.max_age1)
       .value();
 }
 

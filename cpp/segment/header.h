@@ -43,6 +43,7 @@ struct SamplerConfig {
   uint32_t drop_oldest = 0;  // of a queue: 1: writers overwrite what is still to be drawn; 0: they wait
   uint64_t max_draws = 0;    // how often an item is handed out; 0: as often as it is drawn
   uint64_t window = 0;       // of a queue: rows by which items overtake older ones that are not complete; 0: any
+  uint64_t max_age1 = 0;     // policy versions that an item may be behind the learner's, plus one; 0: any
 
   bool makes_writers_wait() const { return queue && !drop_oldest; }
 };
@@ -192,6 +193,17 @@ struct Header {
   alignas(kLine) uint64_t followed;  // no row is absorbed whose first page was issued again below
   uint64_t page_needed_from;         // of a queue: no item needs a page below
   uint64_t evicted_by_pages;         // rows that went because their pages were taken again
+
+  // Where rows have a policy version.
+  alignas(kLine) std::atomic<int64_t> policy_version;  // the learner's
+  std::atomic<uint64_t> ages;        // of all items drawn, added up: versions that they were behind the learner's
+  std::atomic<int64_t> largest_age;  // of an item drawn
+  std::atomic<uint64_t> aged;        // items drawn
+
+  // Guarded by the mutex.
+  int64_t judged_version;  // the learner's at the last absorption: what is too old for it is gone
+  int64_t oldest_version;  // no item that can be drawn is below
+  uint64_t expired_items;  // that were too old
 
   const LimiterConfig& limiter() const { return limiters[limiter_index & 1]; }
 };

@@ -17,7 +17,7 @@
 namespace torchreplay {
 
 inline constexpr uint64_t kLine = 64;
-inline constexpr uint64_t kFormatVersion = 15;
+inline constexpr uint64_t kFormatVersion = 16;
 inline constexpr int kMaxParticipants = 4096;  // writers, learners and supervisors at one time; ids fit 15 bits
 inline constexpr uint64_t kMaxCapacity = uint64_t{1} << 31;
 
@@ -48,6 +48,8 @@ struct Field {
   uint64_t stride = 0;  // between slots
   bool own_array = false;
 };
+
+inline bool holds_version(const Field& f) { return f.element == Element::kI64 && f.nbytes == sizeof(int64_t); }
 
 // A field whose values have any length. Its values lie in pages.
 struct RaggedField {
@@ -80,7 +82,7 @@ struct Layout {
   uint64_t record_stride = 0;
   // Offsets of the regions from the start of the segment.
   uint64_t participants = 0, config = 0, records = 0, at = 0, links = 0, drawn = 0, pending = 0, pending_summary = 0,
-           tree = 0, rewrite = 0, holders = 0, claims = 0, arrivals = 0, kept = 0;
+           tree = 0, rewrite = 0, holders = 0, claims = 0, arrivals = 0, kept = 0, versions = 0, version_bounds = 0;
   uint64_t config_bytes = 0, bytes = 0;
 
   // Those whose values have one size, without the hidden ones.
@@ -109,7 +111,10 @@ struct Layout {
                        holders,
                        claims,
                        arrivals,
-                       kept})
+                       kept,
+                       uint64_t{view.version1},
+                       versions,
+                       version_bounds})
       h.mix(v);
     for (const Field& f : fields) h.mix(static_cast<uint64_t>(f.element)).mix(f.nbytes).mix(f.offset).mix(f.stride);
     if (!pages.are_there()) return h.value();
@@ -151,6 +156,7 @@ inline constexpr uint64_t kLinkedHeaderBytes = 24, kSingleHeaderBytes = 12;  // 
 inline constexpr uint64_t kSegmentHeaderBytes = kPage;
 inline constexpr uint64_t kParticipantBytes = kLine;
 inline constexpr uint64_t kHolderBytes = 16;
+inline constexpr uint64_t kVersionBlock = 512;  // slots of which one bound of their versions is kept
 
 // The smallest distance between values of `bytes` bytes, at multiples of 8, that lets none of them touch more lines
 // than it has to. Small rows are many: 72 bytes instead of 128 hold twice as many in caches and translation buffers.
@@ -205,6 +211,8 @@ inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, const Vi
   l.capacity = capacity;
   l.view = view;
   l.fields = std::move(fields);
+  if (view.version1 > l.fields.size() || (view.version1 && !holds_version(l.fields[view.version1 - 1])))
+    throw std::invalid_argument("the field of policy versions is no int64 scalar");
   if (!ragged.empty()) add_pages(l, std::move(ragged), ragged_bytes);
   uint64_t end = view.linked() ? kLinkedHeaderBytes : kSingleHeaderBytes;
   // Widest elements first: every value is then aligned to its own size without padding between fields.
@@ -252,6 +260,9 @@ inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, const Vi
   l.claims = region(claimed * sizeof(uint64_t), kLine);
   l.arrivals = region(claimed * sizeof(uint32_t), kLine);
   l.kept = region(claimed * sizeof(uint64_t), kLine);
+  const uint64_t versioned = view.version1 ? capacity : 0;
+  l.versions = region(versioned * sizeof(int64_t), kLine);
+  l.version_bounds = region((versioned + kVersionBlock - 1) / kVersionBlock * sizeof(int64_t), kLine);
   if (l.pages.are_there()) {
     const uint64_t bytes = l.pages.count * l.pages.bytes;
     l.pages.words = region(l.pages.count * sizeof(uint64_t));

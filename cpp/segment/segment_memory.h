@@ -167,6 +167,12 @@ class SegmentMemory {
   uint64_t* claims() const { return reinterpret_cast<uint64_t*>(base_ + layout_.claims); }
   uint64_t* kept() const { return reinterpret_cast<uint64_t*>(base_ + layout_.kept); }
   uint32_t* arrivals() const { return reinterpret_cast<uint32_t*>(base_ + layout_.arrivals); }
+  // Where rows have a policy version: that of the item anchored in a slot, and for each block of slots one that no item
+  // which can be drawn is below. Guarded by the mutex.
+  int64_t& version(uint64_t slot) const { return reinterpret_cast<int64_t*>(base_ + layout_.versions)[slot]; }
+  int64_t& version_bound(uint64_t block) const {
+    return reinterpret_cast<int64_t*>(base_ + layout_.version_bounds)[block];
+  }
   // Of segments with ragged fields. A page's word has the form of a row's, with the ticket of the page.
   bool has_pages() const { return layout_.pages.are_there(); }
   uint64_t page_of(uint64_t ticket) const { return by_pages_.rest(ticket); }

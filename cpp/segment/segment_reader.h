@@ -39,6 +39,8 @@ struct SegmentFacts {
   bool stopped, importing;
   int32_t holder_pid;  // of the lock; 0: nobody
   int64_t last_write;  // of writers that have left
+  int64_t policy_version, largest_age;
+  uint64_t ages, aged, expired_items;
   LimiterConfig limiter;
   std::vector<ParticipantFacts> participants;
 };
@@ -105,6 +107,11 @@ class SegmentReader {
     f.importing = load(h.importer) != 0;
     f.holder_pid = load(h.holder) != 0 ? load(h.holder_pid) : 0;
     f.last_write = load(h.last_write);
+    f.policy_version = load(h.policy_version);
+    f.largest_age = load(h.largest_age);
+    f.ages = load(h.ages);
+    f.aged = load(h.aged);
+    f.expired_items = plain(h.expired_items);
     f.limiter = limiter();
     f.dropped_rows = load(file().dropped_rows);
     read_tree(f);

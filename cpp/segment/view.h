@@ -19,7 +19,8 @@ struct View {
   uint32_t across = 0;     // items run on into the stream's next episode, and every row may be an anchor
   // Steps whose largest given priority an item gets at first; 0: that of the row which completes it.
   uint32_t priority_steps = 0;
-  uint32_t claimed = 0;  // 1: it is known of each item who holds it, or how often it was drawn
+  uint32_t claimed = 0;   // 1: it is known of each item who holds it, or how often it was drawn
+  uint32_t version1 = 0;  // the field that says by which policy a row came about, plus one; 0: none does
 
   bool linked() const { return span > 0; }
 

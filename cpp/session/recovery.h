@@ -23,7 +23,8 @@ class Recovery {
         claims_(m),
         counts_(m),
         places_(m),
-        pages_(m) {}
+        pages_(m),
+        versions_(m) {}
 
   // `grid`: of the leaves that are there, if another buffer had the same.
   void run(const PriorityTree::GridState* grid = nullptr) {
@@ -63,6 +64,7 @@ class Recovery {
     Epochs(memory_).finish_begin();
     if (is_queue()) claims_.restore();
     if (counts_draws()) counts_.restore();
+    versions_.rebuild(streams_);
     grid ? tree_.rebuild_in(*grid) : tree_.rebuild();
     TORCHREPLAY_FAULT("recover.summed");
     kill_fence();
@@ -335,6 +337,7 @@ class Recovery {
   DrawCounts counts_;
   Places places_;
   PageFollower pages_;
+  ItemVersions versions_;
 };
 
 }  // namespace torchreplay

@@ -102,7 +102,8 @@ class SegmentLock {
     TORCHREPLAY_FAULT("lock.between");
   }
 
-  // Absorbs every row written before the call, letting others in between chunks. Returns the head absorbed to, which
+  // Absorbs every row written before the call, letting others in between chunks. What is too old for the learner's
+  // policy version goes. Returns the head absorbed to, which
   // may be a later one. With the `pace` of a learner writers wait meanwhile. Those that lost patience while it was
   // preempted do so again.
   uint64_t absorb(LearnerPace* pace = nullptr) {
@@ -114,6 +115,10 @@ class SegmentLock {
     const uint64_t head = header_.head.load(std::memory_order_acquire);
     Absorber absorber(memory_);
     while (!absorber.step(head)) {
+      let_others_in();
+      hold();
+    }
+    while (!absorber.expire()) {
       let_others_in();
       hold();
     }

@@ -214,6 +214,15 @@ def test_weights_are_published_every_few_batches_and_at_the_end(lightning, buffe
     assert torch.equal(pulled_weight(weights), learner.q.weight)
 
 
+def test_a_publisher_tells_the_buffer_the_version(lightning, buffer):
+    learner = make_learner(lightning)
+    publisher = WeightPublisher(tr.SharedWeights(learner.q), every=2, module="q", buffer=buffer)
+    fit(lightning, buffer, learner, [publisher], max_steps=5)
+    assert buffer.policy_version == publisher.weights.version == 3
+    with pytest.raises(TypeError, match="buffer"):
+        WeightPublisher(publisher.weights, buffer="queue")
+
+
 @pytest.mark.parametrize(("every", "versions"), [(2, [0, 0, 1, 1, 2, 2]), (3, [0, 0, 0, 1, 1, 1])])
 def test_several_optimisers_that_step_in_one_batch_count_as_one_for_the_publisher(lightning, buffer, every, versions):
     learner = make_td3_learner(lightning)

@@ -258,6 +258,17 @@ def test_a_look_sees_what_a_queue_has_dropped_and_the_age_of_the_oldest():
         assert now.queue.need == Need.NONE
 
 
+def test_a_look_sees_ages_in_versions():
+    spec = {"x": tr.Field(), "policy_version": tr.Field((), torch.int64)}
+    buffer = tr.ReplayBuffer(spec, 10, sampler=tr.Fifo(max_age=3))
+    with look_at(buffer) as live:
+        buffer.extend(x=np.zeros(6), policy_version=np.arange(6))
+        buffer.policy_version = 5
+        assert buffer.sample(4)["age"].tolist() == [3, 2, 1, 0]
+        now = live.snapshot()
+        assert (now.policy_version, now.ages, now.aged, now.age_max, now.expired_items) == (5, 6, 4, 3, 2)
+
+
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_look_sees_a_learner_that_waits_for_items(prefetch):
     buffer = make(100, sampler=tr.Fifo())

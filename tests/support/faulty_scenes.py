@@ -523,6 +523,50 @@ class DrawCounts(Scene):
             assert stats.drawable == 0
 
 
+class Versions(Scene):
+    """A process takes items away that are too old for the learner, and draws others. Another has died in that."""
+
+    ITEMS, DRAWN = 40, 8
+
+    def __init__(self, name):
+        spec = {"x": tr.Field((), torch.int64), "policy_version": tr.Field((), torch.int64)}
+        kinds = [tr.Fifo(max_age=1), tr.Uniform(max_draws=2, max_age=1), tr.Prioritized(max_age=1)]
+        self.buffers = [tr.ReplayBuffer(spec, self.ITEMS, sampler=kind) for kind in kinds]
+        for buffer in self.buffers:
+            versions = np.arange(self.ITEMS) // (self.ITEMS // 4)  # 0 to 3
+            buffer.extend(x=np.arange(self.ITEMS), policy_version=versions)
+
+    def draw(self):
+        for buffer in self.buffers:
+            version = min(4, buffer.policy_version + 1)
+            buffer.policy_version = version
+            with buffer.claim(self.DRAWN) if isinstance(buffer.sampler, tr.Fifo) else self.drawn(buffer) as batch:
+                assert batch["age"].tolist() == (version - batch["policy_version"]).tolist()
+                assert batch["age"].max() <= 1
+
+    @contextlib.contextmanager
+    def drawn(self, buffer):
+        yield buffer.sample(self.DRAWN)
+
+    def perform(self, start):
+        with faulty(self.draw, faults=[Fault("dirty.set")]) as dead:
+            assert dead.wait() == DIED
+        with faulty(self.draw, faults=[Fault("expire.item", 3)]) as dead:
+            assert dead.wait() in (0, DIED)
+        with start(self.draw) as process:
+            return process.wait()
+
+    def check(self):
+        for buffer in self.buffers:
+            buffer.policy_version = 4
+            with buffer.claim(1) if isinstance(buffer.sampler, tr.Fifo) else self.drawn(buffer) as batch:
+                assert batch["policy_version"].tolist() == [3] * len(batch["key"])
+            left = buffer.num_items
+            assert 0 < left <= self.ITEMS // 4
+            buffer.policy_version = 5
+            assert buffer.num_items == 0
+
+
 class Queue(Scene):
     """A process writes to queues and draws from them. Others have died before, with items, tickets and episodes."""
 
@@ -779,6 +823,7 @@ OF_ROWS = {
     "in epochs": Epochs,
     "in draws that are counted": DrawCounts,
     "in queues": Queue,
+    "of items that are too old": Versions,
     "beside a slow episode in a queue": SlowEpisode,
     "beside a stopped writer in a queue": StoppedWriter,
 }

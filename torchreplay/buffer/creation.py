@@ -122,6 +122,7 @@ def copy_rows(source: _C.Segment, target: _C.Segment, config: Config, capacity: 
         stream, step = source.draws_go_on
         native = from_native(*limiter).native()
         target.set_limiter(native)
+        target.policy_version = source.policy_version
         rows.finish(counts, native, source.seed, stream, step)
     except BufferError:
         raise RuntimeError("the buffer is being restored: copy it when that is over") from None

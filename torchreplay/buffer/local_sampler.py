@@ -189,8 +189,8 @@ class LocalSampler:
     def _remark(self) -> str:
         """Returns what else there is to say where items are missing: of a queue, who holds some."""
         if isinstance(self.config.sampler, Fifo):
-            return why_short(self.segment)
-        return self._small_ring() + self._leaving()
+            return why_short(self.segment) + self._expired()
+        return self._small_ring() + self._leaving() + self._expired()
 
     def _small_ring(self) -> str:
         """Returns the remark that fewer items came than were written, where the minimum makes one of it."""
@@ -204,6 +204,17 @@ class LocalSampler:
         """Returns the remark that items leave after so many draws, where they do."""
         sampler = self.config.sampler
         return f"; each item leaves after {sampler.max_draws:,} draws (max_draws)" if counts_draws(sampler) else ""
+
+    def _expired(self) -> str:
+        """Returns the remark that items became too old, where some did."""
+        expired = self.segment.expired_items
+        if not expired:
+            return ""
+        max_age, version = self.config.sampler.max_age, self.segment.policy_version
+        return (
+            f"; {expired:,} items have become too old: the learner is at policy_version {version:,}, and max_age is "
+            f"{max_age:,}"
+        )
 
     def trouble(self, why: str, batch_size: int) -> str | None:
         """Returns why there is no batch; None where all that is missing is items."""

@@ -65,6 +65,7 @@ class PrefetchIterator:
         self._is_first = True
         self._steady = False  # `prefetch` batches are ordered: one more, and one is taken
         self._beta = source.config.sampler.beta
+        self._max_age = source.config.sampler.max_age if spec.prefetch else None  # what is drawn when asked for is not
         _ = segment.stream  # a forked child has one of its own from here on, and steps that belong to it
         self._waited_by: tuple[int, int] | None = None  # process and thread, while one waits for a batch
         self._others = segment.draws - segment.step  # draws of this and other processes before
@@ -85,26 +86,32 @@ class PrefetchIterator:
             if self._staging is not None:
                 self._staging.require_own_process()
             self._end_last()
-            batch: ReplayBatch | None = None
-            left = self._left
-            if self._steady and (left is None or left > self._prefetch):
-                batch = self._order_and_take()
-            elif left is not None and left <= 0:
-                self.close()
-                raise StopIteration
-            else:
-                waiting, self._waiting = self._waiting, Wait
-                if self._again:
-                    batch = self._next_again()
-                if batch is None:
-                    batch = self._next_drawn(waiting)
+            batch = self._next_batch()
+            while self._max_age is not None and int(batch["age"].max()) > self._max_age:
+                self._put_back(batch["key"])  # an item has become too old since it was drawn ahead
+                batch = self._next_batch()
         except RuntimeError:
             if self._source.ended:  # another thread has closed it, since
                 raise Stopped(f"{self._source.config.called} was stopped") from None
             raise
-        if left is not None:
-            self._left = left - 1
+        if self._left is not None:
+            self._left -= 1
         return batch
+
+    def _next_batch(self) -> ReplayBatch:
+        left = self._left
+        if self._steady and (left is None or left > self._prefetch):
+            return self._order_and_take()
+        if left is not None and left <= 0:
+            self.close()
+            raise StopIteration
+        waiting, self._waiting = self._waiting, Wait
+        again = self._next_again() if self._again else None
+        return self._next_drawn(waiting) if again is None else again
+
+    def _put_back(self, keys: torch.Tensor) -> None:
+        """Has the items of a batch that is not handed out drawn again, as far as they can be."""
+        self._give_back(keys)
 
     def _place(self) -> ReplayBatch | Limits | None:
         """Returns where the next batch goes, or what bounds it; None: into memory of its own, whatever it takes."""

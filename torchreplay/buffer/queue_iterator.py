@@ -15,6 +15,8 @@ from torchreplay.schema.samplers import Fifo
 from torchreplay.segment.waits import Wait
 
 if TYPE_CHECKING:
+    import torch
+
     from torchreplay.buffer.local_sampler import LocalSampler
 
 
@@ -55,6 +57,9 @@ class QueueIterator(PrefetchIterator):
         super().close()
         if self._loop and not self._segment.closed:
             self._segment.end_loop(self._loop)
+
+    def _put_back(self, keys: torch.Tensor) -> None:
+        self._segment.release(keys)
 
     def _end_last(self) -> None:
         self._refused = 0

@@ -33,7 +33,7 @@ from torchreplay.schema.casting import cast_values
 from torchreplay.schema.config import MAX_CAPACITY, Config
 from torchreplay.schema.hindsight import Hindsight
 from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert, from_native
-from torchreplay.schema.samplers import Fifo, Sampler, Schedule, ignores_td
+from torchreplay.schema.samplers import MOST_VERSIONS, Fifo, Sampler, Schedule, ignores_td
 from torchreplay.schema.spec import Spec
 from torchreplay.schema.views import View
 from torchreplay.segment.delivery_log import DeliveryLog
@@ -59,7 +59,8 @@ class ReplayBuffer(HeldRows, Queue, Replay):
     Args:
         spec: Names to `Field(shape, dtype)`, or to `Ragged(dtype)` for values of any length; dicts nest. `key`,
             `weight`, `probability`, `priority`, `buffer` and `casting` are reserved, and beside ragged fields `offsets`
-            and `lengths`.
+            and `lengths`. `policy_version`, an int64 scalar, says by which policy a row came about; writers fill it,
+            and batches have `age` beside it.
         capacity: Rows that fit, 1 to 2^31.
         sampler: `Uniform()` (the default), `Uniform(replacement=False)` or `Prioritized(...)`; or `Fifo(...)`, which
             makes a queue of the buffer.
@@ -339,15 +340,21 @@ class ReplayBuffer(HeldRows, Queue, Replay):
         num_envs = self._config.num_envs_of(fields)
         if num_envs is not None:
             with self.writer(num_envs=num_envs) as block_writer:
+                self._tell_version(block_writer)
                 keys = block_writer.extend(*args, priority=priority, **fields)
         else:
             try:
                 writer: Writer = self._local.writer
             except AttributeError:
                 writer = self._local.writer = self.writer()
+            self._tell_version(writer)
             keys = writer.extend(*args, priority=priority, **fields)  # which refuses what has no name
         self._rows_extended += keys.numel()
         return keys
+
+    def _tell_version(self, writer: Writer) -> None:
+        if self._config.has_versions:
+            writer.policy_version = self.policy_version if self._extends_as is None else self._extends_as
 
     # Drawing, and feeding back
 
@@ -574,6 +581,32 @@ class ReplayBuffer(HeldRows, Queue, Replay):
         limiter = checked_kind("limiter", limiter, default, (MinSize, SamplesPerInsert))
         self._config.require_fits(limiter)
         self._segment.set_limiter(limiter.native())
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the learner's weights, 0 at first. All processes see it. It only grows: set it to what it is.
+
+        `batch["age"]` and the sampler's `max_age` count from it. `SharedWeights.publish(module, buffer=buffer)` and
+        `WeightPublisher(weights, buffer=buffer)` set it. Rows say theirs in a field `policy_version`.
+
+        Example:
+            >>> spec = {"obs": tr.Field(3), "policy_version": tr.Field((), torch.int64)}
+            >>> rollouts = tr.ReplayBuffer(spec, capacity=100, sampler=tr.Fifo(max_age=1))
+            >>> with rollouts.writer() as writer:
+            ...     for version in (0, 1, 2):
+            ...         writer.policy_version = version
+            ...         key = writer.append(obs=torch.zeros(3))
+            >>> rollouts.policy_version = 2
+            >>> rollouts.sample(2)["age"]
+            tensor([1, 0])
+            >>> rollouts.stats().expired_items
+            1
+        """
+        return self._segment.policy_version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        self._segment.policy_version = checked_int("policy_version", version, 0, MOST_VERSIONS)
 
     @property
     def draws(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torchreplay.schema.batch import keys_of
 from torchreplay.schema.config import Config
+from torchreplay.schema.spec import VERSION
 
 
 def rewriting(config: Config, nonce: int, keys: Any, fields: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
@@ -24,6 +25,10 @@ def rewriting(config: Config, nonce: int, keys: Any, fields: dict[str, Any]) -> 
                 f"field {name!r} is Ragged: a value of any length is written once, and stays; discard(keys) drops the "
                 f"row, and another may be written"
             )
+    if names_field(fields, (VERSION,)):
+        raise ValueError(
+            f"field {VERSION!r} says by which policy a row came about, which stays so: it cannot be rewritten"
+        )
     if roles is not None:
         if isinstance(keys, dict):
             raise ValueError(

@@ -18,6 +18,9 @@ SUBJECTS: tuple[tuple[str, Sequence[str]], ...] = (
 )
 """The figures by subject, as `print` shows them."""
 
+VERSIONS: tuple[str, Sequence[str]] = ("versions", ("policy_version", "age_mean", "age_max", "expired_items"))
+"""Those of policy versions, which are shown where there are any."""
+
 RAGGED: tuple[str, Sequence[str]] = ("ragged", ("ragged_bytes", "ragged_fill"))
 """Those of ragged fields, which are shown where there are any."""
 
@@ -55,6 +58,11 @@ class Stats:
         dropped_items: Of a queue: items that were overwritten while they were still to be drawn.
         oldest_age: Of a queue: seconds since the oldest item that can be drawn came; -1 if there is none, and of
             others.
+        policy_version: The learner's version, as it was told; 0: nobody has.
+        age_mean: Policy versions that the items drawn so far were behind the learner's, on average; 0 where rows have
+            no field `policy_version`.
+        age_max: The most that one of them was.
+        expired_items: Items that became too old to be drawn, by the sampler's `max_age`.
         priority_change: By how much an applied TD error changed its item's leaf, up or down, on average.
         samples_per_insert: sampled / inserted, not by row written; 0 before the first insert.
         priority_total: Sum of all leaves, (|td| + eps)^alpha. Under samplers that ignore priorities, the number of
@@ -102,6 +110,10 @@ class Stats:
     held_items: int
     dropped_items: int
     oldest_age: float
+    policy_version: int
+    age_mean: float
+    age_max: int
+    expired_items: int
     priority_change: float
     samples_per_insert: float
     priority_total: float
@@ -143,11 +155,12 @@ class Stats:
 
     def __str__(self) -> str:
         """Returns the figures by subject, a line each."""
-        names = [name for _, part in (*SUBJECTS, RAGGED) for name in part]
+        names = [name for _, part in (*SUBJECTS, RAGGED, VERSIONS) for name in part]
         rest = [name for name in self.as_dict() if name not in names]
         held, *others = SUBJECTS
         ragged = [RAGGED] if self.ragged_bytes else []
-        subjects = [held, *ragged, *others, *([("shards", rest)] if rest else [])]
+        versions = [VERSIONS] if self.policy_version or self.age_max or self.expired_items else []
+        subjects = [held, *ragged, *others, *versions, *([("shards", rest)] if rest else [])]
         width = max(len(subject) for subject, _ in subjects)
         return "\n".join(
             f"{subject:<{width}}  {', '.join(f'{name} {_text(getattr(self, name))}' for name in part)}"

@@ -13,7 +13,7 @@ from torchreplay.errors import ReplayTimeout, Stopped
 from torchreplay.schema.batch_plan import Roles, names_of
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import from_native
-from torchreplay.schema.samplers import Fifo
+from torchreplay.schema.samplers import MOST_VERSIONS, Fifo
 from torchreplay.schema.spec import Path
 from torchreplay.segment.closeable import Closeable
 from torchreplay.segment.process_hooks import open_writers
@@ -70,6 +70,24 @@ class Writer(_C.Writer, Closeable):
         self._jam = WriterJam(segment, config) if isinstance(config.sampler, Fifo) else None
         self.timeout: float | None = None
         open_writers.add(self)
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights that its rows come from, 0 at first; set it when they change.
+
+        Where the spec has a field of that name, rows that are given none have this one.
+        `SharedWeights.pull(module, writer=writer)` and `ExplorerContext.pull_weights` set it.
+
+        Example:
+            >>> writer.policy_version = 3
+            >>> writer.policy_version
+            3
+        """
+        return self._policy_version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        self._policy_version = checked_int("policy_version", version, 0, MOST_VERSIONS)
 
     def end_episode(self, mask: Any = None) -> None:
         """Ends the running episode with the row that is there, as if its step had come with `truncated=True`.

@@ -14,7 +14,7 @@ from torchreplay.checking.reference_items import Array, HindsightItems, Items, S
 from torchreplay.schema.batch import ReplayBatch
 
 CHUNK = 64  # items at a time: stacked images are large
-OWN_ENTRIES = ("key", "weight", "probability")
+OWN_ENTRIES = ("key", "weight", "probability", "age")
 
 Anchor: TypeAlias = tuple[Stream, int]
 

@@ -81,7 +81,8 @@ def save(segment: _C.Segment, config: Config, directory: str | os.PathLike[str])
         if segment.imports != imports:
             raise BufferError("the buffer was restored meanwhile: save it again")
         now = replace(config, limiter=from_native(*limiter))
-        return Description(now, segment.seed, stream, step, counts, shards).as_data()
+        version = segment.policy_version
+        return Description(now, segment.seed, stream, step, counts, shards, policy_version=version).as_data()
 
     try:
         replace_checkpoint(Path(directory), "rows", write)
@@ -262,6 +263,7 @@ def load_rows(
                 raise CheckpointError(f"the queue in {root} does not fit: {complaint}")
             if wait_for_memory is not None:
                 wait_for_memory(config.capacity)
+            segment.policy_version = max(segment.policy_version, description.policy_version)
             rows.finish(counts, saved.limiter.native(), description.seed, description.stream, description.step)
         finally:
             rows.abandon()

@@ -65,6 +65,7 @@ class Description(NamedTuple):
         counts: The segment's counters.
         shards: (file, bytes, checksum) of the files with rows.
         format: Of the files.
+        policy_version: The learner's, which older files do not tell: 0.
     """
 
     config: Config
@@ -74,6 +75,7 @@ class Description(NamedTuple):
     counts: tuple[int | float, ...]
     shards: tuple[tuple[str, int, int], ...]
     format: int = FORMAT
+    policy_version: int = 0
 
     def as_data(self) -> dict[str, Any]:
         """Returns the description as what JSON can hold."""
@@ -85,6 +87,7 @@ class Description(NamedTuple):
             "step": self.step,
             "counts": self.counts,
             "shards": self.shards,
+            "policy_version": self.policy_version,
         }
 
     @classmethod
@@ -107,7 +110,8 @@ class Description(NamedTuple):
             raise ValueError(f"it has {len(parts['counts'])} counters, not {expected}")
         counts = _counts([*parts["counts"], *(0,) * (COUNTS - expected)])
         shards = tuple((_shard_name(file), int(size), int(crc)) for file, size, crc in parts["shards"])
-        description = cls(config, seed, stream, step, counts, shards, parts["format"])
+        version = checked_int("policy_version", parts.get("policy_version", 0), 0, MAX_COUNTER)
+        description = cls(config, seed, stream, step, counts, shards, parts["format"], version)
         if taken := {"/".join(path) for path in config.fields}.intersection(description.columns[-len(ROW_COLUMNS) :]):
             raise ValueError(f"format {description.format} did not keep the values of fields named {sorted(taken)}")
         return description

@@ -180,6 +180,8 @@ def _told_of(sampler: Sampler) -> str:
 def _rows(findings: Findings) -> Iterator[Row]:
     yield from _rates(findings)
     now = findings.now
+    if findings.buffer.config.has_versions:
+        yield _version_row(findings)
     if now.queue is not None:
         yield from _queue_rows(findings, now.queue)
         yield from _waits(findings)
@@ -194,6 +196,14 @@ def _rows(findings: Findings) -> Iterator[Row]:
         f"{percent_text(dropped)} of incomplete items; {count_text(now.stale_updates + now.unready_updates)} so far"
     )
     yield Row("late TD errors", percent_text(late), late, remark, BAD if late >= LATE else "bold")
+
+
+def _version_row(findings: Findings) -> Row:
+    now, timeline = findings.now, findings.timeline
+    age = timeline.change("ages") / max(1.0, timeline.change("aged"))
+    expired = f"; {count_text(now.expired_items)} expired" if now.expired_items else ""
+    remark = f"the learner is at version {now.policy_version:,}; the oldest drawn was {now.age_max:,} behind{expired}"
+    return Row("age in versions", count_text(age), age, remark)
 
 
 def _queue_rows(findings: Findings, queue: QueueFacts) -> Iterator[Row]:

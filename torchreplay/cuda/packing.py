@@ -8,11 +8,19 @@ from collections.abc import Mapping
 import torch
 
 from torchreplay.schema.batch import ReplayBatch
-from torchreplay.schema.spec import ELEMENTS, Column, Field, Path, nest
+from torchreplay.schema.spec import ELEMENTS, Column, Field, Path, has_versions, nest
 from torchreplay.schema.tensor_info import pack
 
 DRAWN: Mapping[Path, Field] = {("weight",): Field(), ("probability",): Field()}
 """What a batch has beside its fields and keys."""
+
+AGE: Mapping[Path, Field] = {("age",): Field((), torch.int64)}
+"""And where rows have a policy version."""
+
+
+def drawn_with(fields: Mapping[Path, Column]) -> Mapping[Path, Field]:
+    """Returns what batches of rows with these fields have beside their fields and keys."""
+    return {**DRAWN, **AGE} if has_versions(fields) else DRAWN
 
 
 class Packing:
@@ -55,11 +63,11 @@ def batch_of(tensors: Mapping[Path, torch.Tensor], key: torch.Tensor) -> ReplayB
     """Returns the batch, nested and in the order of one that `sample` returns.
 
     Args:
-        tensors: The fields, and those of `DRAWN`, by path.
+        tensors: The fields, and those of `drawn_with`, by path.
         key: int64 `[B]`.
     """
     batch = ReplayBatch(nest(tensors))
     batch["key"] = key
-    for name in ("weight", "probability"):
+    for (name,) in (path for path in {**DRAWN, **AGE} if path in tensors):
         batch[name] = batch.pop(name)
     return batch

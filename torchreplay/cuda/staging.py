@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from torchreplay.cuda.copies import DeviceCopies, DeviceCopy, keep_in_children
-from torchreplay.cuda.packing import DRAWN, Packing, batch_of
+from torchreplay.cuda.packing import Packing, batch_of, drawn_with
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.schema.spec import Path, fixed_fields
@@ -63,7 +63,8 @@ class Staging:
         self._batch_size = batch_size
         self._computes = config.finish is not None
         self._finish = config.finish if prefetch else None
-        self._packing = Packing({**fixed_fields(config.outputs(), "a dataset with device="), **DRAWN}, batch_size)
+        outputs = fixed_fields(config.outputs(), "a dataset with device=")
+        self._packing = Packing({**outputs, **drawn_with(config.fields)}, batch_size)
         self._copies = copies
         self._may_make = prefetch + 1 + SPARE
         self._ordered = deque[Slot]()  # to be drawn into, or drawn, in the order of the batches

@@ -11,7 +11,7 @@ from torch import nn
 
 from torchreplay.buffer.writer import Autoreset, Writer
 from torchreplay.explorers.named import Fillable, OneOrNamed, chosen, named_buffers, named_weights
-from torchreplay.schema.config import rows_extended
+from torchreplay.schema.config import extend_as, rows_extended
 from torchreplay.validation import checked_int
 from torchreplay.weights.shared_weights import SharedWeights
 from torchreplay.workers.worker_table import WINDOW, WorkerTable
@@ -81,7 +81,7 @@ class ExplorerContext:
         # Of earlier runs, and of writers closed in this one.
         self._closed_rows, self._closed_items = int(self._entry["rows"]), int(self._entry["items"])
         self._extended_before = self._rows_extended()  # by those who had the buffers before
-        self._writers: set[Writer] = set()
+        self._writers: dict[Writer, str | None] = {}  # and the names of their buffers
         self._noticed_stop = False
         self._max_weight_sync_delay = checked_int("max_weight_sync_delay", max_weight_sync_delay, 0, MOST_ROWS)
         self._pulled: dict[str | None, tuple[nn.Module, int]] = {}  # into what, and how many rows there were
@@ -109,10 +109,17 @@ class ExplorerContext:
         for closed in [writer for writer in tuple(self._writers) if writer.closed]:
             self._closed_rows += closed.rows
             self._closed_items += closed._completed
-            self._writers.discard(closed)
+            self._writers.pop(closed, None)
         writer = chosen("the pool's buffers", self._buffers, name).writer(envs, autoreset, num_envs=num_envs)
-        self._writers.add(writer)
+        self._writers[writer] = name
+        writer.policy_version = self._version_for(name)
         return writer
+
+    def _version_for(self, name: str | None) -> int:
+        """Returns the version of the rows of a buffer: that of the weights of its name, else the oldest one pulled."""
+        own = self._weights.get(name)
+        pulled = [weights.pulled_version for weights in ([own] if own is not None else self._weights.values())]
+        return min((version for version in pulled if version >= 0), default=0)
 
     @property
     def rows(self) -> int:
@@ -131,6 +138,10 @@ class ExplorerContext:
 
         It is when they are newer than those it has, and this explorer has written `max_weight_sync_delay` rows (an
         argument of the pool) since the last copy. Else it costs an atomic read. The first call copies.
+
+        Rows that are written from then on have that version, where the spec has a field `policy_version`: those of the
+        context's writers and of `buffer.extend`. Of several buffers each has that of the weights of its own name; where
+        there are none of that name, the oldest version pulled.
 
         Args:
             module: Built like the one given to `SharedWeights`.
@@ -153,6 +164,10 @@ class ExplorerContext:
                 return False
         if not weights.pull(module):
             return False
+        for writer, buffer_name in tuple(self._writers.items()):
+            writer.policy_version = self._version_for(buffer_name)
+        for buffer_name, buffer in self._buffers.items():
+            extend_as(buffer, self._version_for(buffer_name))
         if delay:
             self._pulled[name] = module, self.rows
         self._entry["weight_syncs"] += 1

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.lightning.compat import Callback
 from torchreplay.validation import checked_instance, checked_int
 from torchreplay.weights.shared_weights import SharedWeights
@@ -26,19 +27,30 @@ class WeightPublisher(Callback):
             micro-batches do not, and several optimisers that step in one batch are one.
         module: Name of the attribute of the LightningModule to publish, dotted for a part of a part; None for the
             LightningModule itself.
+        buffer: Whose `policy_version` becomes that of what is published; None: none's.
 
     Raises:
         ValueError: If `every` is not a positive integer.
-        TypeError: If `weights` are no `SharedWeights`, or `module` is no name.
+        TypeError: If `weights` are no `SharedWeights`, `module` is no name, or `buffer` no `ReplayBuffer`.
     """
 
-    def __init__(self, weights: SharedWeights, every: int = 1, module: str | None = None) -> None:
+    def __init__(
+        self,
+        weights: SharedWeights,
+        every: int = 1,
+        module: str | None = None,
+        *,
+        buffer: ReplayBuffer | None = None,
+    ) -> None:
         super().__init__()
         self.weights = checked_instance("weights", weights, SharedWeights, "torchreplay.SharedWeights(module)")
         self.every = checked_int("every", every, 1)
         if module is not None:
             checked_instance("module", module, str, "the name of an attribute of the LightningModule, or None")
         self.module = module
+        if buffer is not None:
+            checked_instance("buffer", buffer, ReplayBuffer, "a torchreplay.ReplayBuffer, or None")
+        self.buffer = buffer
         self._step = 0  # the Trainer's own, which counts each optimiser
         self._batches = 0  # since the last publication
 
@@ -78,7 +90,7 @@ class WeightPublisher(Callback):
 
     def _publish(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.local_rank == 0:
-            self.weights.publish(self._part(pl_module))
+            self.weights.publish(self._part(pl_module), buffer=self.buffer)
 
     def _part(self, pl_module: LightningModule) -> nn.Module:
         if self.module is None:

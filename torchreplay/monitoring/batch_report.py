@@ -57,6 +57,7 @@ class BatchReport:
         gone: Items that the buffer no longer holds; None: no buffer was given.
         weights: Importance-sampling weights; None: the batch has none.
         effective_size: (sum w)^2 / sum w^2: as many equally weighted items say as much (Kish 1965).
+        versions: Policy versions that each item was behind the learner's; None: its rows do not say.
         probabilities: Probability of each item's draw; None: the batch has none.
         shares: How often each value occurs, the commonest first. `"writer"` and `"episode"` are there where the buffer
             knows them, `"buffer"` in a batch of several, and each column asked for.
@@ -77,6 +78,7 @@ class BatchReport:
     gone: int | None
     weights: Range | None
     effective_size: float | None
+    versions: Range | None
     probabilities: Range | None
     shares: dict[str, dict[int, int]]
     remarks: tuple[str, ...]
@@ -85,6 +87,8 @@ class BatchReport:
         lines = [f"{self.items:,} items, {self.distinct:,} different, the commonest {self.most_often} times"]
         if self.ages is not None:
             lines.append(f"ages          {self.ages} rows written since")
+        if self.versions is not None:
+            lines.append(f"versions      {self.versions} behind the learner's")
         if self.gone:
             lines.append(f"overwritten   {self.gone:,} by now")
         if self.weights is not None and self.effective_size is not None:
@@ -139,6 +143,7 @@ def explain(batch: Mapping[str, Any], buffer: Replay | None = None, *, by: Itera
         gone=gone,
         weights=weights,
         effective_size=effective,
+        versions=None if batch.get("age") is None else Range.of(_numpy(batch["age"])),
         probabilities=None if probability is None else Range.of(_numpy(probability)),
         shares=shares,
         remarks=(),

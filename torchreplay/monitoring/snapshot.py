@@ -116,6 +116,11 @@ class Snapshot:
         redraws: Items drawn again because their row was overwritten while it was copied.
         dropped_rows: Rows of a file that were being written when its processes died.
         drawable: Items that can be drawn.
+        policy_version: The learner's.
+        ages: Policy versions that the items drawn were behind it, added up.
+        aged: Items drawn, as far as their rows say by which policy they came about.
+        age_max: The most that one was behind.
+        expired_items: Items that became too old to be drawn.
         insert_wait: Seconds that writers have waited, added up.
         sample_wait: Seconds that learners have waited for rows, added up.
         priority_max: Largest raw priority |TD error| seen.
@@ -143,6 +148,11 @@ class Snapshot:
     redraws: int
     dropped_rows: int
     drawable: int
+    policy_version: int
+    ages: int
+    aged: int
+    age_max: int
+    expired_items: int
     insert_wait: float
     sample_wait: float
     priority_max: float

@@ -19,7 +19,7 @@ Finish: TypeAlias = Callable[[dict[str, Any]], None]
 """Computes what a view's functions have to add to a batch."""
 
 
-OWN: Final = ("key", "weight", "probability", "buffer")
+OWN: Final = ("key", "weight", "probability", "age", "buffer")
 """What a batch has beside the fields."""
 
 OF_THE_STEP: Final = ("reward", "done", "terminated", "truncated")
@@ -50,7 +50,11 @@ class ReplayBatch(dict[str, Any]):
     `batch["weight"]` (float32 `[B]`) are the importance-sampling weights; `batch["probability"]` (float32 `[B]`) the
     probabilities of the draw.
 
-    A batch of a `MixedDataset` has a fourth, `batch["buffer"]` (int64 `[B]`): the position of each item's buffer.
+    Where rows have a field `policy_version`, `batch["age"]` (int64 `[B]`) says by how many versions each item was
+    behind the learner's when the batch was handed out; of several steps the oldest counts. It is negative where an item
+    is ahead: nobody has told the buffer the learner's version.
+
+    A batch of a `MixedDataset` has one more, `batch["buffer"]` (int64 `[B]`): the position of each item's buffer.
 
     A ragged field has all its values one after the other, `[sum of lengths, *shape]`. `offsets(name)` and
     `lengths(name)` say where each begins and ends; `padded(name)` and `nested(name)` give them another form. The dict

@@ -28,6 +28,7 @@ from torchreplay.schema.samplers import (
 )
 from torchreplay.schema.spec import (
     MAX_BYTES,
+    VERSION,
     Column,
     Field,
     Path,
@@ -36,6 +37,7 @@ from torchreplay.schema.spec import (
     fixed_fields,
     flatten,
     from_native,
+    has_versions,
     nest,
     ragged_fields,
     to_native,
@@ -158,6 +160,7 @@ class Config:
         roles = self.view.roles(self.fields)
         if roles is not None:
             self._require_apart([list(self.fields)[place] for place in roles.observation])
+        self._check_versions([] if roles is None else [list(self.fields)[place] for place in roles.observation])
         by_rank = keeps_epochs(self.sampler) or isinstance(self.sampler, Fifo)
         if by_rank and self.capacity > MAX_RANKED:
             what = "queues" if isinstance(self.sampler, Fifo) else "draws without replacement"
@@ -178,6 +181,23 @@ class Config:
     def fixed_fields(self, what: str) -> dict[Path, Field]:
         """Returns the fields; raises ValueError where there are ragged ones, which `what` does not take."""
         return fixed_fields(self.fields, what)
+
+    @property
+    def has_versions(self) -> bool:
+        """Whether rows say by which policy they came about."""
+        return has_versions(self.fields)
+
+    def _check_versions(self, observed: list[Path]) -> None:
+        if self.sampler.max_age is not None and not self.has_versions:
+            raise ValueError(
+                f"max_age is {self.sampler.max_age}, and the rows do not say by which policy they came about: add "
+                f"{VERSION!r}: Field((), torch.int64) to the spec, which writers fill, or leave max_age out"
+            )
+        if (VERSION,) in observed:
+            raise ValueError(
+                f"field {VERSION!r} is an observation of {self.view}, but it says by which policy a step came about: "
+                f"leave it out of the view's observation"
+            )
 
     def _require_apart(self, observed: list[Path]) -> None:
         """Raises ValueError where an observation has the length of a field of steps, or the other way round."""
@@ -308,22 +328,28 @@ class Config:
         return self.fields if plan is None else plan.outputs
 
     def shape(self) -> tuple[int, ...]:
-        """Returns how rows become items, whether draws are counted, and the bytes for values of any length."""
-        return *self.view.native(), int(self.sampler.max_draws is not None), self.ragged_bytes or 0
+        """Returns how rows become items, whether draws are counted, and the bytes for values of any length.
 
-    def weighting(self) -> tuple[bool, int, float, float, int, float, bool, bool, bool, int, int]:
+        Before the last one comes the place of the policy version among the fields of one shape, plus one; 0: none.
+        """
+        fixed = [path for path, column in self.fields.items() if isinstance(column, Field)]
+        version1 = 1 + fixed.index((VERSION,)) if self.has_versions else 0
+        return *self.view.native(), int(self.sampler.max_draws is not None), version1, self.ragged_bytes or 0
+
+    def weighting(self) -> tuple[bool, int, float, float, int, float, bool, bool, bool, int, int, int]:
         """Returns what the native core has to know of the sampler.
 
         Returns:
             (prioritized, normalization, alpha, eps, initial, its number, epochs, queue, drop_oldest, max_draws, window
-            in rows).
+            in rows, max_age or -1).
         """
         sampler = self.sampler
+        max_age = -1 if sampler.max_age is None else sampler.max_age
         if isinstance(sampler, Fifo):
             rows = 0 if sampler.window is None else max(1, int(sampler.window * self.capacity))
-            queue = True, sampler.when_full == "drop_oldest", sampler.max_draws, rows
+            queue = True, sampler.when_full == "drop_oldest", sampler.max_draws, rows, max_age
             return False, 0, 1.0, 0.0, 0, 1.0, False, *queue
-        no_queue = False, False, sampler.max_draws or 0, 0
+        no_queue = False, False, sampler.max_draws or 0, 0, max_age
         if not isinstance(sampler, Prioritized):
             return False, 0, 1.0, 0.0, 0, 1.0, keeps_epochs(sampler), *no_queue
         named = isinstance(sampler.initial, str)
@@ -404,6 +430,9 @@ class Configured(Transient):
     _rows_extended = 0
     """Rows that this object's own `extend` has written."""
 
+    _extends_as: int | None = None
+    """The policy version of rows that its own `extend` writes; None: the learner's, where it is known."""
+
     def __bool__(self) -> bool:
         return True  # `if buffer:` asks whether there is one, not whether it holds rows
 
@@ -431,3 +460,8 @@ class Configured(Transient):
 def rows_extended(buffer: Configured) -> int:
     """Returns how many rows the object's own `extend` has written."""
     return buffer._rows_extended
+
+
+def extend_as(buffer: Configured, version: int) -> None:
+    """Has rows that the object's own `extend` writes from now on be of that policy version."""
+    buffer._extends_as = version

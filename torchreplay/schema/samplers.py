@@ -20,6 +20,9 @@ LARGEST_PRIORITY = 3.4028234663852886e38
 MOST_DRAWS = (1 << 16) - 2
 """How often an item can be handed out where that is bounded."""
 
+MOST_VERSIONS = 1 << 62
+"""Of a policy; and by how many an item may be behind the learner's."""
+
 Initial: TypeAlias = Literal["max_seen", "max_held"]
 INITIALS: tuple[Initial, ...] = ("max_seen", "max_held")  # likewise; a number comes after them
 
@@ -89,9 +92,12 @@ class Uniform:
         max_draws: How often an item is handed out, 1 to 65,534; then it leaves. None: as often as it is drawn. A batch
             waits until as many draws are left as it has items. What is drawn ahead, and never asked for, counts for
             nothing; what a learner that dies has drawn counts. `Fifo` loses nothing then.
+        max_age: By how many policy versions an item may be behind `buffer.policy_version`, the learner's, when it is
+            drawn; of several rows the oldest step counts. What is older leaves at the next draw, and is counted
+            (`stats().expired_items`). The spec needs a field `policy_version`. None: by any.
 
     Raises:
-        ValueError: `replacement` is no bool, or `max_draws` is out of range.
+        ValueError: `replacement` is no bool, or `max_draws` or `max_age` is out of range.
 
     Example:
         >>> buffer = tr.ReplayBuffer({"obs": tr.Field(3)}, capacity=100, sampler=tr.Uniform())
@@ -108,16 +114,19 @@ class Uniform:
 
     replacement: bool = True
     max_draws: int | None = None
+    max_age: int | None = None
 
     def __post_init__(self) -> None:
-        _check_draws(self)
+        _check_limits(self)
         if not isinstance(self.replacement, bool):
             raise ValueError(f"replacement is {self.replacement!r}: expected True or False")
 
 
-def _check_draws(sampler: Uniform | Prioritized | Fifo) -> None:
+def _check_limits(sampler: Uniform | Prioritized | Fifo) -> None:
     if sampler.max_draws is not None:
         object.__setattr__(sampler, "max_draws", checked_int("max_draws", sampler.max_draws, 1, MOST_DRAWS))
+    if sampler.max_age is not None:
+        object.__setattr__(sampler, "max_age", checked_int("max_age", sampler.max_age, 0, MOST_VERSIONS))
 
 
 def takes_what_it_draws(sampler: Sampler) -> bool:
@@ -158,10 +167,11 @@ class Prioritized:
         max_draws: How often an item is handed out, as for `Uniform`. TD errors of items that are used up count
             for nothing, unless their last draw was ahead and goes back: then they have these. A checkpoint keeps which
             items are used up; of the others it counts from 0 again. A file counts on.
+        max_age: As for `Uniform`. Weights and probabilities are those among the items that are left.
 
     Raises:
         ValueError: An argument, or an end of a `LinearSchedule`, is negative or not finite, `eps` is 0, `weights` or
-            `initial` is unknown, or `max_draws` is out of range.
+            `initial` is unknown, or `max_draws` or `max_age` is out of range.
 
     Example:
         >>> sampler = tr.Prioritized(alpha=1.0, beta=tr.LinearSchedule(0.4, 1.0, steps=100_000))
@@ -177,9 +187,10 @@ class Prioritized:
     weights: Normalization = "buffer"
     initial: Initial | float = "max_held"
     max_draws: int | None = None
+    max_age: int | None = None
 
     def __post_init__(self) -> None:
-        _check_draws(self)
+        _check_limits(self)
         as_floats(self, "alpha", "eps", *(() if callable(self.beta) else ("beta",)))
         self._check_initial()
         if not (math.isfinite(self.alpha) and self.alpha >= 0):
@@ -235,6 +246,8 @@ class Fifo:
             saved. After a crash all items since then come again, in the same order. The capacity must hold them.
         window: Share of the capacity by which an item may overtake older ones that are not complete yet, above 0 and at
             most 1. Items further ahead wait, and so do writers that come to such a row. None: any.
+        max_age: By how many policy versions an item may be behind the learner's when it is handed out, as for
+            `Uniform`. What is older is dropped, and counted. What somebody holds stays that one's.
 
     Raises:
         ValueError: An argument is of the wrong kind, out of range or unknown.
@@ -254,8 +267,10 @@ class Fifo:
     when_full: WhenFull = "wait"
     commit: Commit = "next"
     window: float | None = None
+    max_age: int | None = None
 
     def __post_init__(self) -> None:
+        _check_limits(self)
         object.__setattr__(self, "max_draws", checked_int("max_draws", self.max_draws, 1, MOST_DRAWS))  # None neither
         checked_choice("when_full", self.when_full, WHEN_FULL)
         checked_choice("commit", self.commit, COMMITS)

@@ -35,6 +35,9 @@ MAX_DIMS = 15  # one of the native core's 16 is the batch's
 MAX_BYTES = 1 << 46  # of a row: more than any machine maps
 MAX_FIELDS = 4096  # the native core attaches to no buffer with more
 OF_RAGGED = frozenset({"offsets", "lengths"})  # what batches have beside the values of ragged fields
+VERSION = "policy_version"
+"""The field that says by which policy a row came about."""
+OF_VERSIONS = frozenset({"age"})  # what batches have beside it
 
 Spec: TypeAlias = Mapping[str, "Field | Ragged | Spec"]
 """What a buffer's rows hold: names to fields, or to dicts of them."""
@@ -183,7 +186,8 @@ def flatten(spec: Spec) -> dict[Path, Column]:
 
     Raises:
         ValueError: No field at all or more than 4,096, a reserved or unusable name, or a value that is neither a field
-            nor dict. Or `like` is the field itself, no ragged field, or leads in a circle.
+            nor dict. Or `policy_version` is no int64 scalar. Or `like` is the field itself, no ragged field, or leads
+            in a circle.
     """
     given: Any = spec
     if not isinstance(given, Mapping) or not given or _advice(given):
@@ -194,17 +198,27 @@ def flatten(spec: Spec) -> dict[Path, Column]:
     if len(columns) > MAX_FIELDS:
         raise ValueError(f"the spec has {len(columns):,} fields: expected at most {MAX_FIELDS:,}; make arrays of them")
     ragged = any(isinstance(column, Ragged) for column in columns.values())
-    reserved = RESERVED | OF_RAGGED if ragged else RESERVED
+    reserved = RESERVED | (OF_RAGGED if ragged else frozenset()) | (OF_VERSIONS if VERSION in given else frozenset())
     for path in columns:
         if path[0] in reserved:
             others = sorted(reserved - {path[0]})
             raise ValueError(f"the field name {path[0]!r} is reserved, as are {others}: choose another")
+        if path[0] == VERSION and (len(path) > 1 or columns[path] != Field((), torch.int64)):
+            raise ValueError(
+                f"field {'/'.join(path)!r} is {columns[path]}: a field of this name says by which policy a row came "
+                f"about; expected {VERSION!r}: Field((), torch.int64), or another name"
+            )
     return {path: _resolved(columns, path) for path in columns} if ragged else columns
 
 
 def ragged_fields(columns: Mapping[Path, Column]) -> list[str]:
     """Returns the names of the ragged fields, nested ones joined by '/'."""
     return ["/".join(path) for path, column in columns.items() if isinstance(column, Ragged)]
+
+
+def has_versions(columns: Mapping[Path, Column]) -> bool:
+    """Returns whether rows say by which policy they came about."""
+    return (VERSION,) in columns
 
 
 def fixed_fields(columns: Mapping[Path, Column], what: str) -> dict[Path, Field]:

@@ -6,22 +6,30 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from torchreplay import _C
 from torchreplay.errors import AttachError, ReplayTimeout
+from torchreplay.schema.samplers import MOST_VERSIONS
 from torchreplay.schema.tensor_info import TensorInfo, pack
 from torchreplay.segment.handle import Handle, lasting_handle, new_nonce, open_handle
 from torchreplay.segment.ray_node import RemoteKind, is_elsewhere
 from torchreplay.segment.reservation import reserve
 from torchreplay.segment.transient import Transient
 from torchreplay.segment.waits import SLICE_NS
+from torchreplay.validation import checked_int
 from torchreplay.weights.module_state import load_copies, module_state
 
 PUBLISH_SECONDS = 20.0  # seconds that a publisher waits for another one
+
+
+class Versioned(Protocol):
+    """What knows the version of weights: a buffer that of the learner's, a writer that of its rows."""
+
+    policy_version: int
 
 
 REMOTE_WEIGHTS: RemoteKind[[Handle, dict[str, TensorInfo], int], SharedWeights] = RemoteKind()
@@ -42,10 +50,11 @@ class SharedWeights(Transient):
     sees half of one. A publisher that dies halfway leaves the last complete publication.
 
     Args:
-        module: Its `state_dict()` (parameters, buffers) gives names, shapes and dtypes, and the weights of version 0.
+        module: Its `state_dict()` (parameters, buffers) gives names, shapes and dtypes, and the first weights.
+        version: Of these. A learner that goes on with a buffer gives `buffer.policy_version`.
 
     Raises:
-        ValueError: The module has no weights.
+        ValueError: The module has no weights, or the version is negative.
         MemoryError: Too little memory is left.
 
     Example:
@@ -58,13 +67,14 @@ class SharedWeights(Transient):
         True
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, version: int = 0) -> None:
+        version = checked_int("version", version, 0, MOST_VERSIONS)
         state = module_state(module)
         infos, nbytes = pack((tensor.dtype, tuple(tensor.shape)) for tensor in state.values())
         if not nbytes:
             raise ValueError("the module has no weights to share")
-        self._create(dict(zip(state, infos, strict=True)), nbytes, 0)
-        self._write(state, 0)
+        self._create(dict(zip(state, infos, strict=True)), nbytes, version)
+        self._write(state, version)
 
     def _create(self, infos: dict[str, TensorInfo], nbytes: int, version: int) -> None:
         """Makes the memory, whose buffer of that version is to be filled before anybody else has this object."""
@@ -110,7 +120,7 @@ class SharedWeights(Transient):
 
     @property
     def version(self) -> int:
-        """Number of publications so far. One atomic read."""
+        """Number of publications so far, from the first version on. One atomic read."""
         return self._native.version
 
     @property
@@ -118,11 +128,16 @@ class SharedWeights(Transient):
         """The version that this object pulled last; -1 before the first pull."""
         return self._pulled
 
-    def publish(self, module: nn.Module) -> int:
+    def publish(self, module: nn.Module, *, buffer: Versioned | None = None) -> int:
         """Makes the module's weights the newest, and returns their version.
 
+        Args:
+            module: Built like the one given to the constructor.
+            buffer: Whose `policy_version` becomes that version, just before anybody can pull it. None: none's.
+
         Raises:
-            ValueError: The module's weights differ in name, shape or dtype from those of the constructor.
+            ValueError: The module's weights differ in name, shape or dtype from those of the constructor. Or the
+                buffer is at a later version already: then nothing is published.
             ReplayTimeout: Another publisher is stopped in the middle.
             RuntimeError: It is called by a signal's handler while its own thread publishes these weights.
 
@@ -143,6 +158,8 @@ class SharedWeights(Transient):
             self._begin_publish()
             version = self.version + 1
             self._write(state, version)
+            if buffer is not None:
+                buffer.policy_version = version
             complete = True
         finally:
             self._native.end_publish(complete)
@@ -158,8 +175,12 @@ class SharedWeights(Transient):
             f"thread {thread} of {where} has been publishing weights for {PUBLISH_SECONDS} s: it is stopped, or hangs"
         )
 
-    def pull(self, module: nn.Module) -> bool:
+    def pull(self, module: nn.Module, *, writer: Versioned | None = None) -> bool:
         """Copies the newest weights into the module, in place, unless the last pull put them there.
+
+        Args:
+            module: Built like the one given to the constructor.
+            writer: Whose `policy_version` becomes that of the weights in the module. None: none's.
 
         Returns:
             False when there is nothing newer, which costs one atomic read. The first pull into a module copies.
@@ -174,6 +195,12 @@ class SharedWeights(Transient):
             >>> weights.pull(acting)
             True
         """
+        is_new = self._pull(module)
+        if writer is not None:
+            writer.policy_version = self._pulled
+        return is_new
+
+    def _pull(self, module: nn.Module) -> bool:
         if self._native.version == self._pulled and self._pulled_into() is module:
             return False
         state = self.require_like(module)

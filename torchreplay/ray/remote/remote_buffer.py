@@ -214,6 +214,7 @@ class RemoteBuffer(WritableReplay):
         num_envs = self._config.num_envs_of(fields)
         if num_envs is not None:
             with self.writer(num_envs=num_envs) as block_writer:
+                block_writer.policy_version = self._extends_as or 0
                 block_writer.extend(*args, priority=priority, **fields)
                 block_writer.flush()
                 return block_writer.rows
@@ -222,6 +223,7 @@ class RemoteBuffer(WritableReplay):
         except AttributeError:
             writer = self._local.writer = self.writer()
         before = writer.rows
+        writer.policy_version = self._extends_as or 0
         try:
             writer.extend(*args, priority=priority, **fields)
             writer.flush()

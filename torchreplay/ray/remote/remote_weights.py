@@ -19,7 +19,7 @@ from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.schema.tensor_info import TensorInfo
 from torchreplay.segment.handle import Handle
 from torchreplay.weights.module_state import load_copies
-from torchreplay.weights.shared_weights import SharedWeights, attached_weights, newest_of
+from torchreplay.weights.shared_weights import SharedWeights, Versioned, attached_weights, newest_of
 
 ANSWER_AFTER: Final = 5.0
 """Seconds after which a question for newer weights is answered although there are none."""
@@ -122,7 +122,7 @@ class RemoteWeights(SharedWeights):
         """Number of publications so far, as far as it is known here. Costs nothing."""
         return self._news.version
 
-    def publish(self, module: nn.Module) -> NoReturn:
+    def publish(self, module: nn.Module, *, buffer: Versioned | None = None) -> NoReturn:
         """Weights are published on the node where they were made.
 
         Raises:
@@ -130,7 +130,7 @@ class RemoteWeights(SharedWeights):
         """
         raise RuntimeError(f"weights are published where they were made, on node {self._handle.node}")
 
-    def pull(self, module: nn.Module) -> bool:
+    def pull(self, module: nn.Module, *, writer: Versioned | None = None) -> bool:
         """Copies the newest weights into the module, as `SharedWeights.pull` does; fetches them when there are newer.
 
         Raises:
@@ -138,6 +138,9 @@ class RemoteWeights(SharedWeights):
             AttachError: The learner's node is gone, before the first pull.
             RuntimeError: This process was forked off one of Ray's, where nobody listens for news.
         """
+        return super().pull(module, writer=writer)
+
+    def _pull(self, module: nn.Module) -> bool:
         self._actor.require_own_process()
         if self._news.version <= self._pulled and self._pulled_into() is module:
             return False

@@ -130,6 +130,11 @@ class ShardedReplay(Replay):
                 f"sampler is {config.sampler}: each shard would count the draws of its own items, and wait for them; "
                 f"leave max_draws out, or use one ReplayBuffer"
             )
+        if config.has_versions:
+            raise ValueError(
+                "the spec has a field 'policy_version': each shard would have to hear of the learner's version; give "
+                "the field another name, or use one ReplayBuffer"
+            )
         self._owned = make_coordinator(nonce, config, capacities, nodes, anywhere, seed)
         try:
             self._init_state(nonce, seed, config, sum(capacities), len(nodes))

@@ -18,7 +18,7 @@ from torchreplay.schema.samplers import Uniform
 
 SUMS: tuple[str, ...] = ("size", "nbytes", "drawable", "updated", "stale_updates", "unready_updates", "redraws")
 SUMS += ("evicted_unsampled", "priority_total", "writers", "rows_written", "dropped_rows", "insert_wait")
-SUMS += ("held_items", "dropped_items", "ragged_bytes")
+SUMS += ("held_items", "dropped_items", "expired_items", "ragged_bytes")
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,9 @@ def summed(
         priority_max=max((stats.priority_max for stats in each), default=1.0),
         last_write_age=min(ages, default=-1.0),
         oldest_age=-1.0,
+        policy_version=0,
+        age_mean=0.0,
+        age_max=0,
         stopped=table.stopped or any(stats.stopped for stats in each),
         shards=tuple(ShardStats(number, table.entries[number].node, told[number]) for number in sorted(told)),
         shards_missing=count - len(told),

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from torchreplay.buffer.base import Pin
+from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.buffer.stats import Stats
 from torchreplay.explorers import ExplorerPool
 from torchreplay.explorers.named import OneOrNamed, named_buffers, named_modules, named_weights
@@ -21,6 +22,7 @@ from torchreplay.ray.evaluation.evaluation_log import Evaluation
 from torchreplay.ray.evaluation.evaluator import Evaluator
 from torchreplay.ray.sharded.stats import ShardedStats
 from torchreplay.ray.training.throughput import Throughput, Timing
+from torchreplay.schema.spec import VERSION
 from torchreplay.validation import checked_instance, checked_int
 from torchreplay.workers.explorer_stats import ExplorerStats
 
@@ -319,8 +321,14 @@ class AsyncReplay:
             return
         with self.meter.timed("publish"):
             for name, weights in self._weights.items():
-                weights.publish(self._modules[name])
+                weights.publish(self._modules[name], buffer=self._versioned(name))
         self._publications += 1
+
+    def _versioned(self, name: str | None) -> ReplayBuffer | None:
+        """Returns the buffer whose rows come from the weights of that name, and say from which version of them."""
+        buffers = self._buffers
+        buffer = next(iter(buffers.values())) if len(buffers) == len(self._weights) == 1 else buffers.get(name)
+        return buffer if isinstance(buffer, ReplayBuffer) and VERSION in buffer.spec else None
 
     def stats(self) -> AsyncReplayStats:
         """What was done until now, and how fast."""
