@@ -16,6 +16,7 @@ from benchmarks.cases.memory import measure_memory
 from benchmarks.cases.monitor import measure_monitor
 from benchmarks.cases.overload import measure_overload
 from benchmarks.cases.queueing import measure_queue
+from benchmarks.cases.ragged import measure_ragged
 from benchmarks.cases.ray import measure_ray
 from benchmarks.cases.recovery import measure_recovery
 from benchmarks.cases.remote import measure_remote
@@ -47,6 +48,7 @@ CASES: Mapping[str, Case] = {
     "contest": measure_contest,
     "overload": measure_overload,
     "queue": measure_queue,
+    "ragged": measure_ragged,
     "kills": measure_kills,
     "memory": measure_memory,
     "recovery": measure_recovery,

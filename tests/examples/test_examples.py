@@ -19,6 +19,7 @@ from example_programs import (
 NAMES = [
     "apex",
     "apex_cartpole",
+    "camera_frames",
     "cluster",
     "ddp",
     "demonstrations",
@@ -33,7 +34,13 @@ NAMES = [
 NAMES += ["r2d2", "sac_continuous", "sb3"]
 CARTPOLE = ["apex", "apex_cartpole", "cluster", "ddp", "dqn", "impala", "ppo"]
 NEEDS = {"apex_cartpole": ["ray", "pytorch_lightning"], "cluster": ["ray"], "ddp": ["pytorch_lightning"]}
-NEEDS |= {"dqn_atari": ["ale_py"], "multi_agent": ["pettingzoo"], "offline": ["h5py"], "sb3": ["stable_baselines3"]}
+NEEDS |= {
+    "camera_frames": ["PIL"],
+    "dqn_atari": ["ale_py"],
+    "multi_agent": ["pettingzoo"],
+    "offline": ["h5py"],
+    "sb3": ["stable_baselines3"],
+}
 
 pytest.importorskip("gymnasium")
 pytest.importorskip("tyro")

@@ -1,7 +1,11 @@
 """The benchmarks' own arithmetic: what they time, how they compare, and that a hanging child cannot hang them."""
 
 import dataclasses
+import itertools
 import json
+import math
+import mmap
+import multiprocessing
 import signal
 import time
 from pathlib import Path
@@ -11,8 +15,8 @@ import pytest
 import torch
 
 import torchreplay as tr
-from benchmarks import chart, kills
-from benchmarks.cases import queueing
+from benchmarks import chart, kills, ragged_traffic
+from benchmarks.cases import queueing, ragged
 from benchmarks.cases.gpu import learner, measure_gpu, waits_within
 from benchmarks.child import ChildError, run_module
 from benchmarks.copies import repeat
@@ -243,3 +247,52 @@ def test_the_picture_of_three_figures_is_drawn_light_and_dark_from_all_of_its_be
 def test_no_picture_is_drawn_where_one_of_its_benchmarks_is_missing(tmp_path: Path):
     assert chart.draw(charted()[1:], tmp_path / "a.png") == []
     assert not list(tmp_path.iterdir())
+
+
+def test_memory_that_processes_share_is_counted_once():
+    before = ragged_traffic.shared_out_bytes()
+    with mmap.mmap(-1, 32 << 20) as shared:
+        shared.write(bytes(32 << 20))
+        here, there = multiprocessing.Pipe()
+
+        def touch():
+            shared.seek(0)
+            there.send(len(shared.read()))
+            there.recv()
+
+        other = multiprocessing.get_context("fork").Process(target=touch)
+        other.start()
+        assert here.recv() == 32 << 20
+        grown = ragged_traffic.shared_out_bytes() - before
+        here.send(None)
+        other.join()
+    # The other process has memory of its own, too: not as much as the shared one.
+    assert 32 << 20 <= grown < 60 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peer", ["torchreplay", "multiprocessing.Queue"])
+def test_rollouts_reach_the_learner_whole_and_only_who_holds_them_has_memory_to_show(peer):
+    options = {"peer": peer, "rollouts": 20, "seconds": 0.01}
+    figures = run_module("benchmarks.ragged_traffic", options, limit=100.0)
+    holds = peer == "torchreplay"
+    assert {name for name, figure in figures.items() if figure is None} == (set() if holds else {"put", "memory"})
+    assert min(figures["get"], figures["together"], figures["memcpy"]) > 0
+    if holds:  # of what is held, all is resident
+        assert figures["memory"] > 1
+        assert 1 / figures["together"] == pytest.approx(1 / figures["put"] + 1 / figures["get"])
+
+
+def test_lines_of_rollouts_leave_out_who_has_no_such_figure_and_count_a_failed_round_as_nothing(monkeypatch):
+    figures = {
+        "torchreplay": {"memory": 1.05, "put": 4e9, "get": 4e9, "together": 2e9, "memcpy": 8e9},
+        "Ray actor": {},
+        "multiprocessing.Queue": {"memory": None, "put": None, "get": 1e8, "together": 1e8, "memcpy": 8e9},
+    }
+    monkeypatch.setattr(ragged, "_installed", lambda: list(figures))
+    monkeypatch.setattr(ragged, "_round", lambda plan, peer: figures[peer])
+    memory, put, _, together, share = itertools.islice(ragged.measure_ragged(QUICK), 5)
+    assert memory.samples == {"torchreplay": [1.05], "Ray actor": [math.inf]}
+    assert put.samples == {"torchreplay": [4.0], "Ray actor": [0.0]}
+    assert together.samples == {"torchreplay": [2.0], "Ray actor": [0.0], "multiprocessing.Queue": [0.1]}
+    assert share.samples == {"torchreplay": [0.5]}  # each byte is copied into the buffer, and out of it
