@@ -12,6 +12,8 @@
 using namespace torchreplay;
 using namespace torchreplay::testing;
 
+BOOST_AUTO_TEST_SUITE(test_queue_deaths)
+
 namespace {
 
 constexpr int kRows = 40, kDrawn = 4;
@@ -140,3 +142,5 @@ BOOST_AUTO_TEST_CASE(who_dies_at_a_queue_loses_and_doubles_nothing) {
     BOOST_TEST_MESSAGE(deaths << " deaths");
   }
 }
+
+BOOST_AUTO_TEST_SUITE_END()
