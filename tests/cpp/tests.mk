@@ -1,5 +1,5 @@
 # C++ unit tests. For each variant, the files of a folder in tests/cpp/ are compiled together to one program, which
-# spares compiling the core for each of them. A file that says itself what a fault point does is one by itself.
+# spares compiling the core for each of them; and those of all folders in which processes die at fault points.
 #   make run-plain-draw                    the tests of one folder
 #   make test-cpp                          with address and undefined sanitizers; what dies at any instruction: plain
 #   make test-cpp CPP_VARIANTS="plain address thread"    all of them, in all variants (part of `make soak`)
@@ -13,9 +13,10 @@ CPP_FLAGS_aarch64 := -O1 -static
 CPP_CXX_aarch64 := aarch64-linux-gnu-g++
 CPP_RUN_aarch64 := timeout 1800 qemu-aarch64-static
 # The emulator has no robust mutexes (its set_robust_list is ENOSYS): what a process locked that died stays locked.
-CPP_SKIP_aarch64 := test_faults test_mutex test_page_deaths
+CPP_SKIP_aarch64 := faults
 CPP_ARGS_aarch64 := --run_test='!test_recovery'
 CPP_ARGS_aarch64 += --run_test='!test_page_recovery'
+CPP_ARGS_aarch64 += --run_test='!test_mutex'
 CPP_ARGS_aarch64 += --run_test='!*/a_mutex_that_a_dead_process_holds_and_its_half_done_absorption_are_of_the_past'
 CPP_ARGS_aarch64 += --run_test='!*/a_publisher_killed_in_between_harms_neither_readers_nor_the_next_publisher'
 # Nor does it hand on madvise: no huge pages, and no pages that are taken before they are written.
@@ -28,17 +29,17 @@ CPP_RUN_thread := env TSAN_OPTIONS=die_after_fork=0 setarch -R
 # their return, make thousands of them three times as slow.
 CPP_RUN_address = ASAN_OPTIONS=quarantine_size_mb=4:detect_stack_use_after_return=$(if $(filter $*,$(CPP_FORKING)),0,1) \
     UBSAN_OPTIONS=print_stacktrace=1
-CPP_FORKING := deaths test_faults test_page_deaths
+CPP_FORKING := deaths faults
 # A sanitizer explains a crash better than Boost.Test, which would catch the signal first.
 CPP_ARGS_address := --catch_system_errors=no
 CPP_ARGS_thread := --catch_system_errors=no
 
 CPP_OUT := build/cpp
 CPP_TESTS := $(wildcard tests/cpp/*/test_*.cpp)
-CPP_ALONE := $(shell grep -l 'define TORCHREPLAY_FAULT' $(CPP_TESTS))
-CPP_FOLDERS := $(notdir $(patsubst %/,%,$(sort $(dir $(filter-out $(CPP_ALONE),$(CPP_TESTS))))))
-# What runs longest comes first.
-CPP_PROGRAMS := $(CPP_FORKING) $(filter-out $(CPP_FORKING),$(CPP_FOLDERS) $(notdir $(CPP_ALONE:.cpp=)))
+CPP_FAULTS := $(shell grep -l 'define TORCHREPLAY_FAULTS' $(CPP_TESTS))
+CPP_FOLDERS := $(notdir $(patsubst %/,%,$(sort $(dir $(filter-out $(CPP_FAULTS),$(CPP_TESTS))))))
+# What takes longest comes first.
+CPP_PROGRAMS := $(CPP_FORKING) draw $(filter-out $(CPP_FORKING) draw,$(CPP_FOLDERS))
 CPP_BOOST = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/cmeel.prefix/include
 CPP_COMPILE = $(or $(CPP_CXX_$(1)),$(CXX)) -std=c++20 -Wall -Wextra -ffp-contract=off -fno-trapping-math \
     -Icpp -Itests/cpp/support -iquote . -isystem $(CPP_BOOST)
@@ -49,7 +50,7 @@ CPP_COMPILE = $(or $(CPP_CXX_$(1)),$(CXX)) -std=c++20 -Wall -Wextra -ffp-contrac
 ifdef CPP_VARIANTS
 test-cpp: $(foreach variant,$(CPP_VARIANTS),$(patsubst %,run-$(variant)-%,$(filter-out $(CPP_SKIP_$(variant)),$(CPP_PROGRAMS))))
 else  # the instructions that a sanitizer adds are no places to die at
-test-cpp: run-plain-deaths run-plain-test_faults $(patsubst %,run-address-%,$(filter-out deaths,$(CPP_PROGRAMS)))
+test-cpp: run-plain-deaths $(patsubst %,run-address-%,$(filter-out deaths,$(CPP_PROGRAMS)))
 endif
 
 # The runner needs no sanitizer: it is linked after the test's own, instrumented code.
@@ -66,9 +67,9 @@ $(CPP_OUT)/$(1).cpp: $(sort $(dir $(2))) tests/cpp/tests.mk
 	@mkdir -p $$(@D)
 	@printf '#include "%s"\n' $(2) > $$@
 endef
-$(foreach folder,$(CPP_FOLDERS),$(eval \
-    $(call cpp_program,$(folder),$(filter-out $(CPP_ALONE),$(wildcard tests/cpp/$(folder)/test_*.cpp)))))
-$(foreach file,$(CPP_ALONE),$(eval $(call cpp_program,$(basename $(notdir $(file))),$(file))))
+$(foreach folder,$(CPP_FOLDERS),$(eval $(call cpp_program,$(folder),\
+    tests/cpp/support/reached.h $(filter-out $(CPP_FAULTS),$(wildcard tests/cpp/$(folder)/test_*.cpp)))))
+$(eval $(call cpp_program,faults,$(CPP_FAULTS)))
 
 define cpp_variant
 $(CPP_OUT)/$(1)/%: $(CPP_OUT)/%.cpp $(CPP_OUT)/runner$(if $(CPP_CXX_$(1)),-$(1)).o

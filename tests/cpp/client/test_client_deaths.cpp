@@ -15,6 +15,8 @@
 using namespace torchreplay;
 using namespace torchreplay::testing;
 
+BOOST_AUTO_TEST_SUITE(test_client_deaths)
+
 namespace {
 
 using Body = std::function<void(const std::shared_ptr<Attachment>&)>;
@@ -129,8 +131,6 @@ void die_at_every_point(const Body& body) {
 }
 
 }  // namespace
-
-BOOST_AUTO_TEST_SUITE(test_client_deaths)
 
 BOOST_AUTO_TEST_CASE(a_learner_dies) { die_at_every_point(draw_and_feed_back); }
 BOOST_AUTO_TEST_CASE(a_learner_that_draws_ahead_dies) { die_at_every_point(prefetch); }

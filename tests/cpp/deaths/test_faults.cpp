@@ -18,6 +18,8 @@
 using namespace torchreplay;
 using namespace torchreplay::testing;
 
+BOOST_AUTO_TEST_SUITE(test_faults)
+
 namespace {
 
 constexpr uint64_t kCapacity = 24;
@@ -374,3 +376,5 @@ BOOST_AUTO_TEST_CASE(a_process_that_stops_at_a_point_goes_on_from_there) {
   kill(child.pid(), SIGCONT);
   BOOST_TEST(child.wait() == 7);
 }
+
+BOOST_AUTO_TEST_SUITE_END()

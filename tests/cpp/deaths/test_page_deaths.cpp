@@ -14,6 +14,8 @@
 using namespace torchreplay;
 using namespace torchreplay::testing;
 
+BOOST_AUTO_TEST_SUITE(test_page_deaths)
+
 namespace {
 
 constexpr uint64_t kCapacity = 14, kPages = 32, kRows = 5;
@@ -160,8 +162,6 @@ uint64_t die_everywhere(const Body& body) {
 }
 
 }  // namespace
-
-BOOST_AUTO_TEST_SUITE(test_page_deaths)
 
 BOOST_AUTO_TEST_CASE(a_writer_that_dies_anywhere_leaves_whole_rows_and_no_page_that_cannot_be_taken) {
   const auto points = rehearse(write_rows);

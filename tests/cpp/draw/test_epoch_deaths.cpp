@@ -11,6 +11,8 @@
 using namespace torchreplay;
 using namespace torchreplay::testing;
 
+BOOST_AUTO_TEST_SUITE(test_epoch_deaths)
+
 namespace {
 
 constexpr int kItems = 20, kDrawn = 8;
@@ -80,3 +82,5 @@ BOOST_AUTO_TEST_CASE(who_dies_in_a_draw_without_replacement_makes_no_item_come_t
       }
   BOOST_TEST(deaths > 60);
 }
+
+BOOST_AUTO_TEST_SUITE_END()

@@ -1,19 +1,15 @@
 // A learner beside writers that turn the ring while it copies a batch: many of them, each on a processor of its own.
-#include <string_view>
-
-namespace {
-void reach(std::string_view point);
-}
-#define TORCHREPLAY_FAULT(name) reach(name)
-
 #include <boost/test/unit_test.hpp>
 #include <functional>
 
 #include "draw/batch_sampler.h"
+#include "reached.h"
 #include "segments.h"
 
 using namespace torchreplay;
 using namespace torchreplay::testing;
+
+BOOST_AUTO_TEST_SUITE(test_lapped_draws)
 
 namespace {
 
@@ -59,6 +55,7 @@ void open_gate_for_many_turns(SegmentMemory& m) {
 }  // namespace
 
 BOOST_AUTO_TEST_CASE(a_batch_comes_although_writers_turn_the_ring_within_each_copy) {
+  const AtPoints calls(reach);
   Plan plan;
   plan.capacity = kCapacity;
   auto m = make_segment(plan);
@@ -80,3 +77,5 @@ BOOST_AUTO_TEST_CASE(a_batch_comes_although_writers_turn_the_ring_within_each_co
   BOOST_TEST(lapped > 1);
   BOOST_TEST(keys == values, boost::test_tools::per_element());
 }
+
+BOOST_AUTO_TEST_SUITE_END()

@@ -12,6 +12,8 @@
 using namespace torchreplay;
 using namespace torchreplay::testing;
 
+BOOST_AUTO_TEST_SUITE(test_queue_deaths)
+
 namespace {
 
 constexpr int kRows = 40, kDrawn = 4;
@@ -189,3 +191,5 @@ BOOST_AUTO_TEST_CASE(a_late_group_is_dropped_by_who_comes_after_one_that_died_in
       }
   BOOST_TEST(deaths > 50);
 }
+
+BOOST_AUTO_TEST_SUITE_END()

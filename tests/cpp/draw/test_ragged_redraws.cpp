@@ -1,11 +1,4 @@
 // Draws of values of any length while writers overwrite them, at every step of a draw.
-#include <string_view>
-
-namespace {
-void reach(std::string_view point);
-}
-#define TORCHREPLAY_FAULT(name) reach(name)
-
 #include <boost/test/unit_test.hpp>
 #include <functional>
 #include <semaphore>
@@ -15,29 +8,32 @@ void reach(std::string_view point);
 #include "explorers.h"
 #include "invariants.h"
 #include "ragged_rows.h"
+#include "reached.h"
 #include "views.h"
 
 using namespace torchreplay;
 using namespace torchreplay::testing;
+
+BOOST_AUTO_TEST_SUITE(test_ragged_redraws)
 
 namespace {
 
 using Kind = Output::Kind;
 
 // What this thread does at the points that it comes to.
-thread_local std::function<void(std::string_view)> at_point;
+thread_local std::function<void(std::string_view)> to_do;
 
 void reach(std::string_view point) {
-  if (!at_point) return;
-  const auto what = std::exchange(at_point, nullptr);  // not in what it does itself
+  if (!to_do) return;
+  const auto what = std::exchange(to_do, nullptr);  // not in what it does itself
   what(point);
-  if (!at_point) at_point = what;
+  if (!to_do) to_do = what;
 }
 
-class AtPoints {
+class ToDo {
  public:
-  explicit AtPoints(std::function<void(std::string_view)> what) { at_point = std::move(what); }
-  ~AtPoints() { at_point = nullptr; }
+  explicit ToDo(std::function<void(std::string_view)> what) { to_do = std::move(what); }
+  ~ToDo() { to_do = nullptr; }
 };
 
 // What happens once, the first time that this thread comes there.
@@ -71,9 +67,8 @@ struct Buffer {
 
 }  // namespace
 
-BOOST_AUTO_TEST_SUITE(test_ragged_redraws)
-
 BOOST_AUTO_TEST_CASE(what_was_overwritten_before_its_values_were_copied_is_drawn_again_elsewhere) {
+  const AtPoints calls(reach);
   for (const char* point : {"draw.drawn", "draw.measured", "draw.arranged"})
     for (const bool given : {false, true}) {
       Buffer buffer;
@@ -83,7 +78,7 @@ BOOST_AUTO_TEST_CASE(what_was_overwritten_before_its_values_were_copied_is_drawn
       RaggedDraw batch(m);
       alignas(kLine) char memory[8192];
       if (given) batch.ragged.given = memory, batch.ragged.given_bytes = sizeof memory;
-      const AtPoints points(once_at(point, [&] { buffer.write(9); }));
+      const ToDo points(once_at(point, [&] { buffer.write(9); }));
       BOOST_REQUIRE(batch.sample(sampler, 64));
       BOOST_TEST(batch.holds(*buffer.rows));
       for (const int64_t key : batch.keys) BOOST_TEST(key >= buffer.gone());
@@ -93,11 +88,12 @@ BOOST_AUTO_TEST_CASE(what_was_overwritten_before_its_values_were_copied_is_drawn
 }
 
 BOOST_AUTO_TEST_CASE(values_that_were_copied_stay_when_their_pages_are_taken_afterwards) {
+  const AtPoints calls(reach);
   Buffer buffer;
   BatchSampler sampler(*buffer.memory);
   RaggedDraw batch(*buffer.memory);
   settle(*buffer.memory);
-  const AtPoints points(once_at("draw.values", [&] { buffer.write(9); }));
+  const ToDo points(once_at("draw.values", [&] { buffer.write(9); }));
   BOOST_REQUIRE(batch.sample(sampler, 32));
   BOOST_TEST(batch.holds(*buffer.rows));
   BOOST_TEST(std::ranges::count_if(batch.keys, [](int64_t key) { return key < 9; }) == 9);
@@ -105,11 +101,12 @@ BOOST_AUTO_TEST_CASE(values_that_were_copied_stay_when_their_pages_are_taken_aft
 }
 
 BOOST_AUTO_TEST_CASE(a_gather_leaves_out_what_is_overwritten_meanwhile) {
+  const AtPoints calls(reach);
   for (const char* point : {"gather.found", "draw.measured", "draw.arranged"}) {
     Buffer buffer;
     BatchSampler sampler(*buffer.memory);
     RaggedDraw batch(*buffer.memory);
-    const AtPoints points(once_at(point, [&] { buffer.write(2); }));
+    const ToDo points(once_at(point, [&] { buffer.write(2); }));
     batch.gather(sampler, {5, 1, 7, 0, 31});
     BOOST_TEST(batch.keys == (std::vector<int64_t>{5, 7, 31}), boost::test_tools::per_element());
     BOOST_TEST(batch.holds(*buffer.rows));
@@ -117,12 +114,13 @@ BOOST_AUTO_TEST_CASE(a_gather_leaves_out_what_is_overwritten_meanwhile) {
 }
 
 BOOST_AUTO_TEST_CASE(a_row_that_is_being_rewritten_has_its_values_still) {
+  const AtPoints calls(reach);
   Buffer buffer;
   SegmentMemory& m = *buffer.memory;
   std::binary_semaphore busy(0), met(0);
   std::thread rewriter;
   const auto rewrite = [&] {
-    const AtPoints points(once_at("rewrite.busy", [&] {
+    const ToDo points(once_at("rewrite.busy", [&] {
       busy.release();
       met.acquire();
     }));
@@ -137,7 +135,7 @@ BOOST_AUTO_TEST_CASE(a_row_that_is_being_rewritten_has_its_values_still) {
   BatchSampler sampler(m);
   RaggedDraw batch(m);
   {
-    const AtPoints points([&](std::string_view point) {
+    const ToDo points([&](std::string_view point) {
       if (point == "draw.measures_again") met.release();
       if (point != "gather.found" || rewriter.joinable()) return;
       rewriter = std::thread(rewrite);
@@ -151,11 +149,12 @@ BOOST_AUTO_TEST_CASE(a_row_that_is_being_rewritten_has_its_values_still) {
 }
 
 BOOST_AUTO_TEST_CASE(a_queue_whose_rows_are_overwritten_hands_out_those_that_are_left) {
+  const AtPoints calls(reach);
   Buffer buffer({.queue = 1, .drop_oldest = 1, .max_draws = 1});
   BatchSampler sampler(*buffer.memory);
   RaggedDraw batch(*buffer.memory);
   settle(*buffer.memory);
-  const AtPoints points(once_at("draw.measured", [&] { buffer.write(3); }));
+  const ToDo points(once_at("draw.measured", [&] { buffer.write(3); }));
   BOOST_REQUIRE(batch.sample(sampler, 8));
   BOOST_TEST(batch.keys == (std::vector<int64_t>{3, 4, 5, 6, 7, 8, 9, 10}), boost::test_tools::per_element());
   BOOST_TEST(batch.holds(*buffer.rows));
@@ -164,6 +163,7 @@ BOOST_AUTO_TEST_CASE(a_queue_whose_rows_are_overwritten_hands_out_those_that_are
 // Writers that come in at any point of a draw, and overwrite pages, rows or both: what is drawn is what was written,
 // and stays within its budget.
 BOOST_AUTO_TEST_CASE(random_programs_draw_what_was_written) {
+  const AtPoints calls(reach);
   for (unsigned seed = 0; seed < 60; seed++) {
     std::mt19937 random(seed);
     Plan plan = rows_of_any_length(random() % 2 ? 16 : 80, 4096 << random() % 3);
@@ -177,7 +177,7 @@ BOOST_AUTO_TEST_CASE(random_programs_draw_what_was_written) {
     int lapped = 0;
     for (uint64_t step = 0; step < 25; step++) {
       const unsigned often = 1 + random() % 60;
-      const AtPoints points([&](std::string_view) {
+      const ToDo points([&](std::string_view) {
         if (random() % often == 0)
           for (int i = static_cast<int>(random() % 4); i > 0; i--) write();
       });
@@ -204,6 +204,7 @@ BOOST_AUTO_TEST_CASE(random_programs_draw_what_was_written) {
 }
 
 BOOST_AUTO_TEST_CASE(random_programs_draw_transitions_as_they_were_written) {
+  const AtPoints calls(reach);
   for (unsigned seed = 0; seed < 40; seed++) {
     std::mt19937 random(seed);
     const View view = transitions(1 + random() % 3, 1 + random() % 3);
@@ -233,7 +234,7 @@ BOOST_AUTO_TEST_CASE(random_programs_draw_transitions_as_they_were_written) {
     int lapped = 0;
     for (uint64_t step = 0; step < 20; step++) {
       const unsigned often = 20 + random() % 100;
-      const AtPoints points([&](std::string_view) {
+      const ToDo points([&](std::string_view) {
         if (random() % often == 0)
           for (int i = static_cast<int>(random() % 4); i > 0; i--) write();
       });

@@ -1,10 +1,3 @@
-#include <string_view>
-
-namespace {
-void reach(std::string_view point);
-}
-#define TORCHREPLAY_FAULT(name) reach(name)
-
 #include <boost/test/unit_test.hpp>
 #include <functional>
 #include <set>
@@ -15,10 +8,13 @@ void reach(std::string_view point);
 #include "draw/rewriter.h"
 #include "explorers.h"
 #include "invariants.h"
+#include "reached.h"
 #include "views.h"
 
 using namespace torchreplay;
 using namespace torchreplay::testing;
+
+BOOST_AUTO_TEST_SUITE(test_rewriter)
 
 namespace {
 
@@ -161,6 +157,7 @@ BOOST_AUTO_TEST_CASE(nothing_changes_when_a_key_was_never_issued) {
 }
 
 BOOST_AUTO_TEST_CASE(a_batch_that_is_rewritten_before_it_is_handed_out_has_the_new_values_throughout) {
+  const AtPoints calls(reach);
   for (const char* point : {"draw.drawn", "draw.copied"}) {
     auto m = rows(8);
     once_at(point, [&] { rewrite(*m, {0, 1, 2, 3, 4, 5, 6, 7}, std::vector<int64_t>(8, 9)); });
@@ -172,6 +169,7 @@ BOOST_AUTO_TEST_CASE(a_batch_that_is_rewritten_before_it_is_handed_out_has_the_n
 }
 
 BOOST_AUTO_TEST_CASE(a_writer_that_meets_a_row_under_rewrite_takes_another_slot_and_the_row_stays) {
+  const AtPoints calls(reach);
   auto m = rows(4);
   once_at("rewrite.copied", [&] { append_row(*m, 2, 5); });
   rewrite(*m, {0}, {9});
@@ -182,6 +180,7 @@ BOOST_AUTO_TEST_CASE(a_writer_that_meets_a_row_under_rewrite_takes_another_slot_
 }
 
 BOOST_AUTO_TEST_CASE(a_row_that_a_writer_takes_first_is_not_rewritten) {
+  const AtPoints calls(reach);
   auto m = rows(4);
   once_at("rewrite.recorded", [&] { append_row(*m, 2, 5); });
   uint64_t changed = 1;
@@ -191,6 +190,7 @@ BOOST_AUTO_TEST_CASE(a_row_that_a_writer_takes_first_is_not_rewritten) {
 }
 
 BOOST_AUTO_TEST_CASE(rows_gathered_by_key_are_not_left_out_because_they_are_rewritten) {
+  const AtPoints calls(reach);
   auto m = one_episode(12, sequences(3, 1));
   once_at("gather.found", [&] { rewrite(*m, {0, 1, 2, 3, 4, 5}, {1, 2, 3, 4, 5, 6}); });
   const Items items = gather(*m, whole_items(4), {0, 2, 4});
@@ -228,6 +228,7 @@ BOOST_AUTO_TEST_CASE(batches_beside_one_who_rewrites_all_the_time_have_one_versi
 }
 
 BOOST_AUTO_TEST_CASE(rows_saved_beside_one_who_rewrites_are_all_there_and_none_is_a_mix) {
+  const AtPoints calls(reach);
   auto m = rows(24);
   once_at("save.looked", [&] { rewrite(*m, {3, 4}, {9, 9}); });
   std::vector<int64_t> number(24), wide(24 * kWide / 8), key(24), keys(24), link(24);
@@ -330,3 +331,5 @@ BOOST_AUTO_TEST_CASE(the_rows_of_an_item_are_its_anchor_and_the_steps_there_are)
   BOOST_TEST(found[2][2] == -1);
   (void)next;
 }
+
+BOOST_AUTO_TEST_SUITE_END()

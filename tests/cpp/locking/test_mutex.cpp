@@ -1,19 +1,17 @@
 #include <boost/test/unit_test.hpp>
-#include <string_view>
 #include <thread>
-
-// What this thread comes to in the code under test.
-static void reach(std::string_view point);
-#define TORCHREPLAY_FAULT(name) reach(name)
 
 #include "children.h"
 #include "invariants.h"
 #include "locking/robust_mutex.h"
+#include "reached.h"
 #include "segments.h"
 
 using namespace torchreplay;
 using namespace torchreplay::testing;
 using Outcome = RobustMutex::Outcome;
+
+BOOST_AUTO_TEST_SUITE(test_mutex)
 
 namespace {
 
@@ -319,6 +317,7 @@ static void reach(std::string_view point) {
 
 // Between two chunks whoever sleeps gets the lock, or had 200 us for it: a busy machine may give it no processor.
 BOOST_AUTO_TEST_CASE(who_absorbs_much_lets_those_in_who_sleep_until_the_lock_comes_free) {
+  const AtPoints calls(reach);
   constexpr int64_t kGivenNs = 200'000;
   Plan plan;
   plan.capacity = 2 * Absorber::kChunk;
@@ -339,3 +338,5 @@ BOOST_AUTO_TEST_CASE(who_absorbs_much_lets_those_in_who_sleep_until_the_lock_com
     waiter.join();
   }
 }
+
+BOOST_AUTO_TEST_SUITE_END()

@@ -1,19 +1,15 @@
 // A learner that gets no processor: what becomes of the gate that it has shut.
-#include <string_view>
-
-namespace {
-void reach(std::string_view point);
-}
-#define TORCHREPLAY_FAULT(name) reach(name)
-
 #include <boost/test/unit_test.hpp>
 #include <functional>
 
+#include "reached.h"
 #include "segments.h"
 #include "session/segment_lock.h"
 
 using namespace torchreplay;
 using namespace torchreplay::testing;
+
+BOOST_AUTO_TEST_SUITE(test_preempted_learner)
 
 namespace {
 
@@ -51,6 +47,7 @@ bool lose_patience(SegmentMemory& m) {
 }  // namespace
 
 BOOST_AUTO_TEST_CASE(writers_that_lose_patience_in_an_absorption_wait_again_when_it_goes_on) {
+  const AtPoints calls(reach);
   auto m = ring_of(uint64_t{1} << 16);
   append_rows(*m, m->capacity());
   uint64_t lost = 0;
@@ -63,6 +60,7 @@ BOOST_AUTO_TEST_CASE(writers_that_lose_patience_in_an_absorption_wait_again_when
 
 // Writers that wait for nobody leave a learner of low priority no processor to make many calls with.
 BOOST_AUTO_TEST_CASE(a_learner_that_came_late_is_waited_for_again_after_a_time_however_few_calls_it_makes) {
+  const AtPoints calls(reach);
   auto m = ring_of(64);
   const auto is_waited_for_in_vain = [&] {
     append_rows(*m, m->pace().budget());
@@ -76,3 +74,5 @@ BOOST_AUTO_TEST_CASE(a_learner_that_came_late_is_waited_for_again_after_a_time_h
   nanosleep(&late, nullptr);
   BOOST_TEST(is_waited_for_in_vain());
 }
+
+BOOST_AUTO_TEST_SUITE_END()

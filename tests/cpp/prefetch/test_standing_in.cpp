@@ -1,17 +1,13 @@
-#include <string_view>
-
-namespace {
-void reach(std::string_view point);
-}
-#define TORCHREPLAY_FAULT(name) reach(name)
-
 #include <atomic>
 #include <functional>
 
 #include "prefetching_learner.h"
+#include "reached.h"
 
 using namespace torchreplay;
 using namespace torchreplay::testing;
+
+BOOST_AUTO_TEST_SUITE(test_standing_in)
 
 namespace {
 
@@ -68,6 +64,7 @@ class LockHolder {
 }  // namespace
 
 BOOST_AUTO_TEST_CASE(a_draw_that_one_begins_and_the_other_makes_counts_once) {
+  const AtPoints calls(reach);
   auto m = buffer_of(64);
   uint64_t orders = 0;
   bool begun = false;
@@ -95,6 +92,7 @@ BOOST_AUTO_TEST_CASE(a_draw_that_one_begins_and_the_other_makes_counts_once) {
 }
 
 BOOST_AUTO_TEST_CASE(a_draw_that_throws_once_it_is_counted_has_not_happened) {
+  const AtPoints calls(reach);
   auto m = buffer_of(64);
   Drawn batch;
   Shortage shortage;
@@ -135,6 +133,7 @@ BOOST_AUTO_TEST_CASE(a_draw_that_throws_once_it_is_counted_has_not_happened) {
 }
 
 BOOST_AUTO_TEST_CASE(what_is_left_by_one_who_stood_in_wakes_a_thread_that_was_up_meanwhile) {
+  const AtPoints calls(reach);
   auto m = buffer_of(64);
   constexpr int kStep = 4;
   for (int tries = 0, soon = 0; soon < 5; tries++) {
@@ -153,6 +152,7 @@ BOOST_AUTO_TEST_CASE(what_is_left_by_one_who_stood_in_wakes_a_thread_that_was_up
 }
 
 BOOST_AUTO_TEST_CASE(whoever_settles_ends_in_time_however_much_there_is_to_do) {
+  const AtPoints calls(reach);
   auto m = buffer_of(64);
   PrefetchingLearner learner(*m);
   take_steps(learner, 2);
@@ -169,3 +169,5 @@ BOOST_AUTO_TEST_CASE(whoever_settles_ends_in_time_however_much_there_is_to_do) {
   BOOST_TEST(begun <= 2);
   learner.settle();
 }
+
+BOOST_AUTO_TEST_SUITE_END()

@@ -1,21 +1,17 @@
-#include <string_view>
-
-namespace {
-void reach(std::string_view point);
-}
-#define TORCHREPLAY_FAULT(name) reach(name)
-
 #include <boost/test/unit_test.hpp>
 #include <functional>
 
 #include "children.h"
 #include "draw/batch_sampler.h"
 #include "invariants.h"
+#include "reached.h"
 #include "segments.h"
 #include "write/participants.h"
 
 using namespace torchreplay;
 using namespace torchreplay::testing;
+
+BOOST_AUTO_TEST_SUITE(test_wakeups)
 
 namespace {
 
@@ -74,6 +70,7 @@ void make_room(SegmentMemory& m) {
 // A learner and a writer under a tight limiter: each waits for the other. If the learner goes to sleep although all
 // that it waits for is written, and nobody is left to wake it, both sleep until they look around by themselves.
 BOOST_AUTO_TEST_CASE(a_learner_does_not_sleep_when_what_it_waits_for_was_written_while_it_said_so) {
+  const AtPoints calls(reach);
   int place = 0, written = 0;
   for (bool there = true; there; place++) {
     auto m = tight_segment();
@@ -95,6 +92,7 @@ BOOST_AUTO_TEST_CASE(a_learner_does_not_sleep_when_what_it_waits_for_was_written
 }
 
 BOOST_AUTO_TEST_CASE(a_writer_does_not_sleep_when_room_was_made_while_it_said_that_it_waits) {
+  const AtPoints calls(reach);
   constexpr int64_t kNs = 20'000'000'000;
   constexpr int kPlacesBeforeItSleeps = 2;
   for (int place = 0; place < kPlacesBeforeItSleeps; place++) {
@@ -109,6 +107,7 @@ BOOST_AUTO_TEST_CASE(a_writer_does_not_sleep_when_room_was_made_while_it_said_th
 }
 
 BOOST_AUTO_TEST_CASE(a_writer_that_is_killed_in_its_sleep_costs_others_one_signal) {
+  const AtPoints calls(reach);
   auto m = tight_segment();
   write_all_admitted(*m);
   Header& h = m->header();
@@ -123,3 +122,5 @@ BOOST_AUTO_TEST_CASE(a_writer_that_is_killed_in_its_sleep_costs_others_one_signa
     BOOST_TEST(h.room_signal.load() == before + 1);
   }
 }
+
+BOOST_AUTO_TEST_SUITE_END()

@@ -1,22 +1,18 @@
-#include <string_view>
-
-namespace {
-void reach(std::string_view point);
-}
-#define TORCHREPLAY_FAULT(name) reach(name)
-
 #include <boost/test/unit_test.hpp>
 #include <chrono>
 #include <functional>
 #include <thread>
 
 #include "children.h"
+#include "reached.h"
 #include "segment/liveness.h"
 #include "segments.h"
 #include "write/participants.h"
 
 using namespace torchreplay;
 using namespace torchreplay::testing;
+
+BOOST_AUTO_TEST_SUITE(test_liveness)
 
 namespace {
 
@@ -146,6 +142,7 @@ BOOST_AUTO_TEST_CASE(a_fork_in_the_middle_of_a_probe_leaves_the_child_able_to_pr
 }
 
 BOOST_AUTO_TEST_CASE(a_fork_while_the_lock_table_is_being_opened_leaves_the_child_no_lock_of_its_parents) {
+  const AtPoints calls(reach);
   auto m = make_segment();
   auto other = attach(*m);
   Gate started;
@@ -396,3 +393,5 @@ BOOST_AUTO_TEST_CASE(the_dead_are_looked_for_whatever_clock_those_have_who_looke
     BOOST_TEST(word_of(*m, 0) == slot_word::voided(0));
   }
 }
+
+BOOST_AUTO_TEST_SUITE_END()
