@@ -61,7 +61,7 @@ def test_a_ragged_field_has_an_array_of_values_and_one_of_offsets(form, tmp_path
     tokens, flags, narrow = ([row[i] for row in rows] for i in range(3))
     flags = [np.array(value, bool).reshape(-1, 2) for value in flags]
     with tr.ReplayBuffer(spec, 25, path=tmp_path / "file", ragged_bytes=6000) as buffer:
-        buffer.extend(a={"tokens": tokens, "flags": flags}, narrow=narrow, reward=range(60))
+        buffer.extend(a={"tokens": tokens, "flags": flags}, narrow=narrow, reward=np.arange(60.0))
         buffer.save(tmp_path / "directory")
         keys = buffer.keys().tolist()
     assert len(keys) == 25
