@@ -3,7 +3,9 @@
 // Nothing is absorbed before the end. If the importer dies, the next owner of the lock gets there by itself (Recovery).
 #pragma once
 
+#include "checkpoint/run_plan.h"
 #include "checkpoint/snapshot.h"
+#include "write/page_ring.h"
 
 namespace torchreplay {
 
@@ -14,17 +16,20 @@ inline bool is_same(const LimiterConfig& a, const LimiterConfig& b) {
 // One import. For one thread at a time.
 class Import {
  public:
-  // Rows with keys below `head` are to come. Throws RowsRefused when there are rows already, or another import.
-  Import(SegmentMemory& m, uint64_t head)
+  // Rows with keys below `head` are to come; where values have any length, those of `plan`. Throws RowsRefused when
+  // there are rows already, or another import.
+  Import(SegmentMemory& m, uint64_t head, RunPlan plan = {})
       : memory_(m),
         header_(m.header()),
         presence_(m.presence()),
-        generation_(fork_generation.load(std::memory_order_relaxed)) {
+        generation_(fork_generation.load(std::memory_order_relaxed)),
+        pages_(m, static_cast<int>(slot_word::kLoaded)) {
     const SegmentLock lock(memory_);
     if (header_.importer) throw RowsRefused("the buffer is being restored already");
     uint64_t before = header_.import_head;  // all tickets there may be: of imports that came to nothing
     head = std::max(head, before);
     if (header_.rows || header_.inserted || header_.head.load(std::memory_order_relaxed) != before) throw_taken();
+    issue_pages(std::move(plan));  // first: the pages of all rows that others write are newer, too
     header_.import_stage = ImportStage::kPlaces;
     header_.import_head = head;
     header_.imports++;
@@ -43,9 +48,11 @@ class Import {
   ~Import() { give_up(); }
   Import(const Import&) = delete;
 
-  // Rows with keys below `head` are to come as well. Throws RowsRefused when others have written meanwhile.
-  void issue(uint64_t head) {
+  // Rows with keys below `head` are to come as well, and no more of those before. Throws RowsRefused when others have
+  // written meanwhile.
+  void issue(uint64_t head, RunPlan plan = {}) {
     const SegmentLock lock(memory_);
+    issue_pages(std::move(plan));
     const uint64_t before = header_.import_head;
     if (head <= before) return;
     uint64_t issued = before;
@@ -56,13 +63,14 @@ class Import {
     throw_taken();
   }
 
-  // Places rows that Snapshot::copy_out() gave. Where two claim one slot the newer stays. Throws std::invalid_argument
-  // for a key that has no ticket.
+  // Places rows that Snapshot gave. Where two claim one slot, or the same pages, the newer stays. Throws
+  // std::invalid_argument for a key that has no ticket, and for a row that was not to come.
   void place(uint64_t n, const RowColumns& rows) {
     for (uint64_t i = 0; i < n; i++)
       if (rows.key[i] < 0 || static_cast<uint64_t>(rows.key[i]) >= header_.import_head)
         throw std::invalid_argument("a key is out of range");
     uint64_t mapped = 0;  // of the rows
+    if (memory_.has_pages()) find_runs(n, rows);
     for (uint64_t i = 0; i < n; i++) {
       const uint64_t slot = slot_of(rows, i);
       if (i == mapped) {
@@ -73,6 +81,21 @@ class Import {
       place_row(slot, i, rows);
       TORCHREPLAY_FAULT("import.row");
     }
+  }
+
+  // The keys of rows that have no place, because there are too few pages for the values of all. O(capacity).
+  std::vector<int64_t> left_out() const {
+    std::vector<int64_t> keys = left_out_;
+    std::vector<uint32_t> lengths(memory_.layout().pages.groups);
+    const uint64_t head = header_.page_head.load(std::memory_order_relaxed);
+    for (uint64_t slot = 0; memory_.has_pages() && slot < memory_.capacity(); slot++) {
+      const uint64_t word = memory_.row(slot).word.load(std::memory_order_acquire);
+      Run run;
+      if (slot_word::writer(word) != slot_word::kLoaded || !read_run(memory_, slot, run, lengths.data())) continue;
+      if (run.pages && run.first + memory_.layout().pages.count < head)
+        keys.push_back(static_cast<int64_t>(slot_word::key1(word)) - 1);
+    }
+    return keys;
   }
 
   // Makes them the segment's rows, and its counts those that were saved under `limiter`. Throws std::invalid_argument
@@ -132,12 +155,61 @@ class Import {
     return memory_.slot_of(static_cast<uint64_t>(rows.key[i]));
   }
 
+  void issue_pages(RunPlan plan) {
+    plan_ = std::move(plan);
+    if (plan_.empty()) return;
+    uint64_t head = header_.page_head.load(std::memory_order_relaxed), end;
+    do {
+      end = plan_.arrange(memory_, head);
+      if (end > kMaxKeys) throw RowsRefused("every ticket of a page that there is was issued: make a new buffer");
+    } while (!header_.page_head.compare_exchange_weak(head, end, std::memory_order_acq_rel, std::memory_order_relaxed));
+    left_out_.insert(left_out_.end(), plan_.left_out().begin(), plan_.left_out().end());
+    TORCHREPLAY_FAULT("import.pages");
+  }
+
+  // Where the values of `n` rows go, and where each has them.
+  void find_runs(uint64_t n, const RowColumns& rows) {
+    const Layout& layout = memory_.layout();
+    const size_t fields = layout.ragged.size();
+    std::vector<uint32_t> lengths(layout.pages.groups);
+    runs_.resize(n);
+    begins_.assign((n + 1) * fields, 0);
+    for (uint64_t i = 0; i < n; i++) {
+      for (size_t g = 0; g < lengths.size(); g++) lengths[g] = rows.lengths[g][i];
+      runs_[i] = plan_.find(rows.key[i], pages_of(layout, place_values(layout.ragged, lengths.data(), nullptr)));
+      for (size_t f = 0; f < fields; f++)
+        begins_[(i + 1) * fields + f] = begins_[i * fields + f] + lengths[layout.ragged[f].group];
+    }
+  }
+
+  // Copies the values of row i to its run. False: others who were faster have its pages.
+  bool place_run(uint64_t i, const RowColumns& rows) {
+    const Layout& layout = memory_.layout();
+    if (!pages_.take_issued(*runs_[i])) return false;
+    std::vector<uint32_t> lengths;
+    for (const uint32_t* of_group : rows.lengths) lengths.push_back(of_group[i]);
+    std::vector<uint64_t> offsets(layout.ragged.size());
+    place_values(layout.ragged, lengths.data(), offsets.data());
+    for (size_t f = 0; f < offsets.size(); f++) {
+      const RaggedField& field = layout.ragged[f];
+      const uint64_t bytes = lengths[field.group] * field.nbytes;
+      char* to = pages_.data() + offsets[f];
+      copy_payload(to, rows.ragged[f] + begins_[i * offsets.size() + f] * field.nbytes, bytes);
+      if (field.element == Element::kBool) make_bools(to, bytes);
+    }
+    return pages_.commit();
+  }
+
   // As a writer does, for there may be others.
-  void place_row(uint64_t slot, uint64_t i, const RowColumns& rows) const {
+  void place_row(uint64_t slot, uint64_t i, const RowColumns& rows) {
     const auto key = static_cast<uint64_t>(rows.key[i]);
     RowHeader& row = memory_.row(slot);
     uint64_t word = row.word.load(std::memory_order_acquire);
     if (slot_word::key1(word) > header_.import_head || (slot_word::is_row(word) && slot_word::key1(word) > key)) return;
+    if (memory_.has_pages()) {
+      if (!runs_[i]) return;
+      if (runs_[i]->pages && !place_run(i, rows)) return left_out_.push_back(rows.key[i]);
+    }
     DrawnItems(memory_).mark(slot);  // first: who takes rows back looks there
     kill_fence();
     if (!row.word.compare_exchange_strong(word, slot_word::busy(key, slot_word::kLoaded), std::memory_order_acq_rel,
@@ -146,11 +218,12 @@ class Import {
     TORCHREPLAY_FAULT("import.busy");
     std::atomic_thread_fence(std::memory_order_release);
     const auto& fields = memory_.layout().fields;
-    for (size_t f = 0; f < fields.size(); f++) {
+    for (size_t f = 0; f < rows.values.size(); f++) {
       char* value = memory_.value(fields[f], slot);
       copy_value(value, rows.values[f] + i * fields[f].nbytes, fields[f].nbytes);
       if (fields[f].element == Element::kBool) make_bools(value, fields[f].nbytes);
     }
+    if (memory_.has_pages()) describe_run(slot, i, rows);
     const auto link = static_cast<uint64_t>(rows.link[i]);
     const bool used_up = link & kUsedUp, is_counted = DrawCounts::are_kept(header_);
     const uint64_t flags_not_kept = used_up && is_counted ? kUsedUp | kDiscarded : kUsedUp;
@@ -174,10 +247,23 @@ class Import {
     row.word.store(slot_word::done(key, slot_word::kLoaded), std::memory_order_release);
   }
 
+  void describe_run(uint64_t slot, uint64_t i, const RowColumns& rows) const {
+    const Run& run = *runs_[i];
+    *memory_.run1_of_row(slot) = run.pages ? run.first + 1 : 0;
+    for (size_t g = 0; g < rows.lengths.size(); g++) *memory_.length_of_row(slot, g) = rows.lengths[g][i];
+  }
+
   SegmentMemory& memory_;
   Header& header_;
   uint32_t presence_;
   uint64_t generation_;
+  PageRing pages_;
+  RunPlan plan_;
+  std::vector<int64_t> left_out_;
+  // Of the rows that are being placed: the run of each, where it has a place; and its first element of each ragged
+  // field, among those given.
+  std::vector<std::optional<Run>> runs_;
+  std::vector<uint64_t> begins_;
   bool ended_ = false;
 };
 

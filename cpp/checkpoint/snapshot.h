@@ -5,18 +5,22 @@
 #include <utility>
 #include <vector>
 
+#include "segment/run.h"
 #include "session/segment_lock.h"
 
 namespace torchreplay {
 
 // n rows, column by column: everything that has to come back.
 struct RowColumns {
-  std::vector<char*> values;  // of each field; nullptr: they are not copied
+  std::vector<char*> values;  // of each field whose values have one size; nullptr: they are not copied
   int64_t* key = nullptr;
   float* leaf = nullptr;  // 0: could not be drawn, nor could those whose links say so
   int64_t* link = nullptr;
   int32_t* step = nullptr;
   float* priority = nullptr;
+  // Of values of any length: the lengths in each group, and the values of each field, one after the other.
+  std::vector<uint32_t*> lengths;
+  std::vector<char*> ragged;
 };
 
 // Rows cannot be copied, or imported, now. The message says why.
@@ -60,9 +64,7 @@ class Snapshot {
     uint64_t n = 0;
     for (uint64_t first = from; first < to; first += kChunk) {
       const uint64_t last = std::min(to, first + kChunk);
-      memory_.fetch(first, last);
       look(first, last);
-      TORCHREPLAY_FAULT("save.looked");
       for (uint64_t slot = first; slot < last; slot++)
         if (at_[slot - first] && copy_row(slot, at_[slot - first], out, n)) {
           if (!done_.empty()) out.link[n] |= done_[slot - first];
@@ -72,13 +74,118 @@ class Snapshot {
     return n;
   }
 
+  // Rows that have a place together.
+  struct Measured {
+    uint64_t next = 0;  // the first slot that was not looked at, or whose row has no place
+    uint64_t rows = 0;
+    std::vector<uint64_t> elements;         // of each ragged field
+    uint64_t bytes = 0, bytes_of_next = 0;  // of all these rows; of the one that has no place
+  };
+
+  // Finds the rows in slots [from, to) that take at most `room` bytes, of which `row_bytes` are those of a row beside
+  // its values of any length. Throws RowsRefused.
+  Measured measure(uint64_t from, uint64_t to, uint64_t row_bytes, uint64_t room) {
+    const std::vector<RaggedField>& ragged = memory_.layout().ragged;
+    Measured found{from, 0, std::vector<uint64_t>(ragged.size()), 0, 0};
+    measured_.clear();
+    while (found.next < to) {
+      const uint64_t first = found.next, last = std::min(to, first + kChunk);
+      look(first, last);
+      for (; found.next < last; found.next++) {
+        const uint64_t slot = found.next, key1 = at_[slot - first];
+        Run run;
+        if (!key1 || !find_run(slot, key1, run)) continue;
+        uint64_t bytes = row_bytes;
+        for (const RaggedField& f : ragged) bytes += lengths_[f.group] * f.nbytes;
+        if (bytes > room - found.bytes || found.rows == kMostMeasured) {
+          found.bytes_of_next = bytes;
+          return found;
+        }
+        for (size_t f = 0; f < ragged.size(); f++) found.elements[f] += lengths_[ragged[f].group];
+        found.bytes += bytes;
+        found.rows++;
+        measured_.push_back({slot, key1, leaf_[slot - first], done_.empty() ? 0 : done_[slot - first]});
+      }
+    }
+    return found;
+  }
+
+  // Copies the rows that were measured, without those that went meanwhile. Returns how many; `elements` become those of
+  // the rows that are there.
+  uint64_t copy_measured(const RowColumns& out, std::vector<uint64_t>& elements) {
+    const std::vector<uint64_t> most = std::exchange(elements, std::vector<uint64_t>(elements.size()));
+    uint64_t n = 0;
+    for (const MeasuredRow& row : measured_) {
+      if (!copy_row(row.slot, row.key1, out, n) || !copy_run(row, out, n, most, elements)) continue;
+      out.link[n] |= row.done;
+      out.leaf[n++] = row.leaf;
+    }
+    return n;
+  }
+
+  // Whether the row with `key` is in a slot, with all its pages. To be asked after its values were read where they lie.
+  bool is_whole(uint64_t slot, uint64_t key) {
+    Run run;
+    return find_run(slot, key + 1, run) && is_intact(memory_, run);
+  }
+
+  // Where the values of the row in a slot lie, and how long they are, of each group. False: there is none.
+  bool find_run(uint64_t slot, Run& run, std::vector<uint32_t>& lengths) {
+    const uint64_t word = memory_.row(slot).word.load(std::memory_order_acquire);
+    if (!slot_word::is_row(word) || !find_run(slot, slot_word::key1(word), run)) return false;
+    lengths = lengths_;
+    return true;
+  }
+
  private:
   static constexpr uint64_t kChunk = Absorber::kChunk;
+  // Rows that are known at a time.
+  static constexpr uint64_t kMostMeasured = 65536;
+
+  struct MeasuredRow {
+    uint64_t slot, key1;
+    float leaf;
+    int64_t done;
+  };
+
+  // Of the row with `key1`, also while its other fields are rewritten.
+  bool find_run(uint64_t slot, uint64_t key1, Run& run) {
+    const bool sound = read_run(memory_, slot, run, lengths_.data());
+    return sound && slot_word::key1(load_after_copy(memory_.row(slot).word)) == key1;
+  }
+
+  // Appends the values of a row to those that are there, `used` of each field, and `most` at most.
+  bool copy_run(const MeasuredRow& row, const RowColumns& out, uint64_t n, const std::vector<uint64_t>& most,
+                std::vector<uint64_t>& used) {
+    const std::vector<RaggedField>& ragged = memory_.layout().ragged;
+    Run run;
+    if (!find_run(row.slot, row.key1, run)) return false;
+    for (size_t f = 0; f < ragged.size(); f++)
+      if (lengths_[ragged[f].group] > most[f] - used[f]) return false;
+    if (run.pages) {
+      offsets_.resize(ragged.size());
+      place_values(ragged, lengths_.data(), offsets_.data());
+      const char* from = memory_.page(memory_.page_of(run.first));
+      for (size_t f = 0; f < ragged.size(); f++)
+        copy_payload(out.ragged[f] + used[f] * ragged[f].nbytes, from + offsets_[f],
+                     lengths_[ragged[f].group] * ragged[f].nbytes);
+      if (!is_intact(memory_, run)) return false;
+    }
+    for (size_t f = 0; f < ragged.size(); f++) used[f] += lengths_[ragged[f].group];
+    for (size_t g = 0; g < lengths_.size(); g++) out.lengths[g][n] = lengths_[g];
+    return true;
+  }
 
   bool linked() const { return memory_.layout().view.linked(); }
 
   // Which rows the slots hold, and their leaves: of one moment.
   void look(uint64_t first, uint64_t last) {
+    memory_.fetch(first, last);
+    look_under_lock(first, last);
+    TORCHREPLAY_FAULT("save.looked");
+  }
+
+  void look_under_lock(uint64_t first, uint64_t last) {
     SegmentLock lock(memory_);
     lock.absorb();
     publish_limit(memory_);
@@ -134,7 +241,7 @@ class Snapshot {
     const uint64_t word = row.word.load(std::memory_order_acquire);
     if (!slot_word::is_row(word) || slot_word::key1(word) != key1) return false;
     const auto& fields = memory_.layout().fields;
-    for (size_t f = 0; f < fields.size(); f++)
+    for (size_t f = 0; f < out.values.size(); f++)
       if (out.values[f])
         copy_value(out.values[f] + n * fields[f].nbytes, memory_.value(fields[f], slot), fields[f].nbytes);
     out.key[n] = static_cast<int64_t>(key1) - 1;
@@ -149,6 +256,9 @@ class Snapshot {
   std::vector<uint64_t> at_;
   std::vector<float> leaf_;    // where draws are counted and no priorities: 1 and how often it was drawn
   std::vector<int64_t> done_;  // where they are counted: flags of those that nobody is to draw
+  std::vector<MeasuredRow> measured_;
+  std::vector<uint32_t> lengths_ = std::vector<uint32_t>(memory_.layout().pages.groups);  // of the row looked at last
+  std::vector<uint64_t> offsets_;
 };
 
 }  // namespace torchreplay

@@ -25,50 +25,6 @@ void place_row_columns(RowColumns& rows, const At& at) {
   rows.priority = reinterpret_cast<float*>(at(4));
 }
 
-// export_rows(from, to) -> [*fields, key, leaf, link, step, priority]: tensors of the n rows in those slots.
-// BufferError while it is being restored.
-inline PyObject* export_rows(PyObject* self, PyObject* args) {
-  return on_segment(self, [&](AttachedSegment& segment) {
-    SegmentMemory& m = segment.memory();
-    segment.require_fixed();
-    segment.settle();
-    unsigned long long from, to;
-    if (!PyArg_ParseTuple(args, "KK", &from, &to)) throw PythonError{};
-    if (from >= to || to > m.capacity()) throw std::invalid_argument("bad range of slots");
-    const std::vector<FieldSpec>& specs = segment.fields.specs;
-    const size_t columns = specs.size() + kRowColumns;
-    std::vector<size_t> offset;
-    size_t bytes = 0;
-    for (size_t c = 0; c < columns; c++) {
-      const uint64_t each = c < specs.size() ? specs[c].nbytes : item_size(kRowElements[c - specs.size()]);
-      offset.push_back(bytes);
-      bytes += round_up(each * (to - from), kLine);
-    }
-    // One owner for each tensor, and one for this call.
-    BlockOwner block(Block::make(bytes, static_cast<int>(columns) + 1));
-    char* data = block.block->data();
-    RowColumns rows;
-    for (size_t f = 0; f < specs.size(); f++) rows.values.push_back(data + offset[f]);
-    place_row_columns(rows, [&](size_t c) { return data + offset[specs.size() + c]; });
-    int64_t n;
-    {
-      const Unlocked others;
-      n = static_cast<int64_t>(Snapshot(m).copy_out(from, to, rows));
-    }
-    Ref list(checked(PyList_New(0)));
-    for (size_t c = 0; c < columns; c++) {
-      int64_t shape[StridedArray::kMaxDims + 1] = {n};
-      int dims = 1;
-      if (c < specs.size())
-        for (int64_t size : specs[c].shape) shape[dims++] = size;
-      const Element element = c < specs.size() ? specs[c].element : kRowElements[c - specs.size()];
-      Ref tensor(make_tensor(data + offset[c], element, dims, shape, nullptr, BlockOwner(block.block)));
-      if (PyList_Append(list.get(), tensor.get())) throw PythonError{};
-    }
-    return list.release();
-  });
-}
-
 // Memory that a caller lends for a call.
 struct Lent {
   Py_buffer view{};
@@ -77,75 +33,231 @@ struct Lent {
   ~Lent() { PyBuffer_Release(&view); }
 };
 
-// Places for `n` rows in `room`, column after column, those of the widest elements first, so that all are aligned.
+// Places for `n` rows in memory, column after column, those of the widest elements first, so that all are aligned. The
+// columns are those of the fields, the lengths of each group of ragged ones, and what rows have beside them.
 class PackedColumns {
  public:
-  // Throws std::invalid_argument for a room that is too small.
-  PackedColumns(const std::vector<FieldSpec>& specs, uint64_t n, bool values, const Py_buffer& room) : places_(n) {
-    const auto width = [](Element e) { return static_cast<size_t>(item_size(e)); };
-    if (values)
-      for (const FieldSpec& f : specs) columns_.push_back({width(f.element), f.nbytes});
-    for (const Element e : kRowElements) columns_.push_back({width(e), width(e)});
+  // `elements`: of each ragged field, in all rows; empty: there are no columns of fields and lengths. Throws
+  // std::invalid_argument for too little memory.
+  PackedColumns(const AttachedSegment& segment, uint64_t n, const std::vector<uint64_t>* elements, char* at,
+                uint64_t left)
+      : fields_(segment.fields) {
+    const std::vector<FieldSpec>& specs = fields_.specs;
+    const uint32_t groups = segment.memory().layout().pages.groups;
+    if (elements) {
+      for (const FieldSpec& f : specs)
+        columns_.push_back({f.element, f.nbytes, f.ragged() ? (*elements)[f.column] : n, &f});
+      columns_.insert(columns_.end(), groups, {Element::kU32, item_size(Element::kU32), n, nullptr});
+    }
+    for (const Element e : kRowElements) columns_.push_back({e, static_cast<uint64_t>(item_size(e)), n, nullptr});
     for (Column& column : columns_) order_.push_back(&column);
-    std::ranges::stable_sort(order_, std::greater{}, &Column::width);
-    auto* at = static_cast<char*>(room.buf);
-    uint64_t left = static_cast<uint64_t>(room.len);
+    std::ranges::stable_sort(order_, std::greater{}, [](const Column* column) { return item_size(column->element); });
     for (Column* column : order_) {
       column->data = at;
-      if (reinterpret_cast<uintptr_t>(at) % column->width || column->bytes > left / n)
+      if (reinterpret_cast<uintptr_t>(at) % static_cast<uint64_t>(item_size(column->element)) ||
+          (column->count && column->bytes > left / column->count))
         throw std::invalid_argument("the room for rows is too small, or not aligned");
-      at += column->bytes * n;
-      left -= column->bytes * n;
+      at += column->bytes * column->count;
+      left -= column->bytes * column->count;
     }
-    rows_.values.resize(specs.size());
-    for (size_t f = 0; values && f < specs.size(); f++) rows_.values[f] = columns_[f].data;
+    rows_.values.resize(fields_.fixed.size());
+    for (size_t f = 0; elements && f < specs.size(); f++)
+      if (!specs[f].ragged()) rows_.values[specs[f].column] = columns_[f].data;
+    for (const size_t f : fields_.ragged) rows_.ragged.push_back(elements ? columns_[f].data : nullptr);
+    for (uint32_t g = 0; elements && g < groups; g++)
+      rows_.lengths.push_back(reinterpret_cast<uint32_t*>(columns_[specs.size() + g].data));
     const Column* beside = &columns_[columns_.size() - kRowColumns];
     place_row_columns(rows_, [&](size_t c) { return beside[c].data; });
   }
 
+  // Bytes of a row, in all columns but those of ragged fields.
+  static uint64_t row_bytes(const AttachedSegment& segment) {
+    uint64_t bytes = segment.memory().layout().pages.groups * sizeof(uint32_t);
+    for (const size_t f : segment.fields.fixed) bytes += segment.fields.specs[f].nbytes;
+    for (const Element e : kRowElements) bytes += static_cast<uint64_t>(item_size(e));
+    return bytes;
+  }
+
   const RowColumns& rows() const { return rows_; }
 
-  // Of as many rows as were expected there are only `n`.
-  void close_gaps(uint64_t n) const {
+  // Of as many rows as were expected there are only `n`, with so many elements of each ragged field.
+  void close_gaps(uint64_t n, const std::vector<uint64_t>& elements) {
+    keep(n, elements);
     char* at = order_.front()->data;
-    for (const Column* column : order_) {
-      if (n < places_) std::memmove(at, column->data, column->bytes * n);
-      at += column->bytes * n;
+    for (Column* column : order_) {
+      const uint64_t bytes = column->bytes * column->count;
+      if (at != column->data && bytes) std::memmove(at, column->data, bytes);
+      column->data = at;
+      at += bytes;
     }
+  }
+
+  // A tensor of each column, of which there are only so many rows and elements. Each keeps `block`, in whose memory
+  // they lie.
+  PyObject* tensors(uint64_t n, const std::vector<uint64_t>& elements, Block* block) {
+    keep(n, elements);
+    Ref list(checked(PyList_New(0)));
+    for (const Column& column : columns_) {
+      int64_t shape[StridedArray::kMaxDims + 1] = {static_cast<int64_t>(column.count)};
+      int dims = 1;
+      if (column.spec)
+        for (const int64_t size : column.spec->shape) shape[dims++] = size;
+      const Ref tensor(make_tensor(column.data, column.element, dims, shape, nullptr, BlockOwner(block)));
+      if (PyList_Append(list.get(), tensor.get())) throw PythonError{};
+    }
+    return list.release();
   }
 
  private:
   struct Column {
-    size_t width, bytes;  // of an element; of a row
+    Element element;
+    uint64_t bytes, count;
+    const FieldSpec* spec;  // nullptr: of no field
     char* data = nullptr;
   };
 
-  uint64_t places_;
+  void keep(uint64_t n, const std::vector<uint64_t>& elements) {
+    for (Column& column : columns_)
+      column.count = column.spec && column.spec->ragged() ? elements[column.spec->column] : n;
+  }
+
+  const Fields& fields_;
   std::vector<Column> columns_;  // in the order of export_rows()
   std::vector<Column*> order_;   // as they lie
   RowColumns rows_;
 };
+
+// The slots from `from` up to `to`, which are not all that there are.
+inline void require_slots(const SegmentMemory& m, uint64_t from, uint64_t to) {
+  if (from >= to || to > m.capacity()) throw std::invalid_argument("bad range of slots");
+}
+
+// export_rows(from, to, most) -> ([*fields, *lengths, key, leaf, link, step, priority], next): tensors of the n rows in
+// slots from `from` on, up to `next`: of those before `to` that take at most so many bytes, but always one. Without
+// ragged fields there are no lengths, and `next` is `to`. BufferError while it is being restored.
+inline PyObject* export_rows(PyObject* self, PyObject* args) {
+  return on_segment(self, [&](AttachedSegment& segment) {
+    SegmentMemory& m = segment.memory();
+    segment.settle();
+    unsigned long long from, to, most = kMaxRaggedBytes;
+    if (!PyArg_ParseTuple(args, "KK|K", &from, &to, &most)) throw PythonError{};
+    require_slots(m, from, to);
+    const uint64_t row_bytes = PackedColumns::row_bytes(segment);
+    Snapshot snapshot(m);
+    Snapshot::Measured found{to, to - from, {}, row_bytes * (to - from), 0};
+    if (m.has_pages()) {
+      const Unlocked others;
+      found = snapshot.measure(from, to, row_bytes, most);
+      if (found.next == from) found = snapshot.measure(from, from + 1, row_bytes, found.bytes_of_next);
+    }
+    BlockOwner block(Block::make(found.bytes, static_cast<int>(segment.fields.specs.size() + kRowColumns) +
+                                                  static_cast<int>(m.layout().pages.groups) + 1));
+    PackedColumns columns(segment, found.rows, &found.elements, block.block->data(), found.bytes);
+    uint64_t n;
+    {
+      const Unlocked others;
+      n = m.has_pages() ? snapshot.copy_measured(columns.rows(), found.elements)
+                        : snapshot.copy_out(from, to, columns.rows());
+    }
+    const Ref list(columns.tensors(n, found.elements, block.block));
+    return checked(Py_BuildValue("OK", list.get(), static_cast<unsigned long long>(found.next)));
+  });
+}
 
 // pack_rows(from, to, room, values) -> n: copies the n rows in those slots to `room`, as PackedColumns places them,
 // without gaps. Without `values` only what rows have beside their fields. BufferError while it is being restored.
 inline PyObject* pack_rows(PyObject* self, PyObject* args) {
   return on_segment(self, [&](AttachedSegment& segment) {
     SegmentMemory& m = segment.memory();
-    segment.require_fixed();
     segment.settle();
     unsigned long long from, to;
     Lent room;
     int values;
     if (!PyArg_ParseTuple(args, "KKw*p", &from, &to, &room.view, &values)) throw PythonError{};
-    if (from >= to || to > m.capacity()) throw std::invalid_argument("bad range of slots");
-    const PackedColumns columns(segment.fields.specs, to - from, values, room.view);
+    require_slots(m, from, to);
+    if (values) segment.require_fixed();
+    const std::vector<uint64_t> none;
+    PackedColumns columns(segment, to - from, values ? &none : nullptr, static_cast<char*>(room.view.buf),
+                          static_cast<uint64_t>(room.view.len));
     uint64_t n;
     {
       const Unlocked others;
       n = Snapshot(m).copy_out(from, to, columns.rows());
-      columns.close_gaps(n);
+      columns.close_gaps(n, none);
     }
     return checked(PyLong_FromUnsignedLongLong(n));
+  });
+}
+
+// pack_ragged_rows(from, to, room) -> (next, n, elements, bytes): does the same for rows with ragged fields, in slots
+// from `from` up to `next`: of as many as have a place. `elements`: of each ragged field. `bytes`: that the row in slot
+// `next` takes, which has no place; 0: all have.
+inline PyObject* pack_ragged_rows(PyObject* self, PyObject* args) {
+  return on_segment(self, [&](AttachedSegment& segment) {
+    SegmentMemory& m = segment.memory();
+    segment.settle();
+    unsigned long long from, to;
+    Lent room;
+    if (!PyArg_ParseTuple(args, "KKw*", &from, &to, &room.view)) throw PythonError{};
+    require_slots(m, from, to);
+    Snapshot snapshot(m);
+    Snapshot::Measured found;
+    uint64_t n = 0;
+    {
+      const Unlocked others;
+      const auto bytes = static_cast<uint64_t>(room.view.len);
+      found = snapshot.measure(from, to, PackedColumns::row_bytes(segment), bytes);
+      PackedColumns columns(segment, found.rows, &found.elements, static_cast<char*>(room.view.buf), bytes);
+      n = snapshot.copy_measured(columns.rows(), found.elements);
+      columns.close_gaps(n, found.elements);
+    }
+    const Ref elements(checked(PyList_New(0)));
+    for (const uint64_t of_field : found.elements) {
+      const Ref number(checked(PyLong_FromUnsignedLongLong(of_field)));
+      if (PyList_Append(elements.get(), number.get())) throw PythonError{};
+    }
+    return checked(Py_BuildValue("KKOK", static_cast<unsigned long long>(found.next),
+                                 static_cast<unsigned long long>(n), elements.get(),
+                                 static_cast<unsigned long long>(found.bytes_of_next)));
+  });
+}
+
+// row_values(slot) -> [tensor, ...] | None: the fields of the row in a slot, where they lie: [1, *shape] of each field,
+// [length, *shape] of a ragged one. None: there is no row. It may be overwritten at any time: see is_whole().
+inline PyObject* row_values(PyObject* self, PyObject* number) {
+  return method<SegmentObject>(self, [&](SegmentObject& s) {
+    const uint64_t slot = as_uint(number);
+    const std::shared_ptr<AttachedSegment> attached = s.attached();
+    SegmentMemory& m = attached->memory();
+    const Layout& layout = m.layout();
+    require_slots(m, slot, slot + 1);
+    Run run;
+    std::vector<uint32_t> lengths;
+    if (!Snapshot(m).find_run(slot, run, lengths)) return Py_NewRef(Py_None);
+    std::vector<uint64_t> offsets(layout.ragged.size());
+    place_values(layout.ragged, lengths.data(), offsets.data());
+    Ref list(checked(PyList_New(0)));
+    for (const FieldSpec& spec : attached->fields.specs) {
+      int64_t shape[StridedArray::kMaxDims + 1] = {spec.ragged() ? lengths[layout.ragged[spec.column].group] : 1};
+      std::ranges::copy(spec.shape, shape + 1);
+      char* const at = spec.ragged() ? m.page(m.page_of(run.first)) + offsets[spec.column]
+                                     : m.value(layout.fields[spec.column], slot);
+      const Ref tensor(
+          make_tensor(at, spec.element, 1 + static_cast<int>(spec.shape.size()), shape, nullptr, attached));
+      if (PyList_Append(list.get(), tensor.get())) throw PythonError{};
+    }
+    return list.release();
+  });
+}
+
+// is_whole(slot, key) -> bool: whether the row with `key` is in a slot still, with all its values of any length.
+inline PyObject* is_whole(PyObject* self, PyObject* args) {
+  return on_segment(self, [&](AttachedSegment& segment) {
+    SegmentMemory& m = segment.memory();
+    unsigned long long slot, key;
+    if (!PyArg_ParseTuple(args, "KK", &slot, &key)) throw PythonError{};
+    require_slots(m, slot, slot + 1);
+    return checked(PyBool_FromLong(Snapshot(m).is_whole(slot, key)));
   });
 }
 

@@ -76,6 +76,7 @@ class Recovery {
   void end_import() {
     alive();
     TORCHREPLAY_FAULT("import.ends");
+    if (memory_.has_pages()) void_loaded_pages();
     if (header_.import_stage == ImportStage::kPlaced)
       take_over_import();
     else
@@ -191,6 +192,17 @@ class Recovery {
       uint64_t was = word.load(std::memory_order_relaxed);
       if (slot_word::is_busy(was) || slot_word::is_row(was) || slot_word::key1(was) > newest) continue;
       word.compare_exchange_strong(was, slot_word::voided(newest), std::memory_order_relaxed);
+    }
+  }
+
+  // Nobody is going to write these pages to their end.
+  void void_loaded_pages() {
+    for (uint64_t page = 0; page < memory_.layout().pages.count; page++) {
+      std::atomic<uint64_t>& word = memory_.page_word(page);
+      uint64_t was = word.load(std::memory_order_relaxed);
+      if (!slot_word::is_busy(was) || slot_word::writer(was) != slot_word::kLoaded) continue;
+      word.compare_exchange_strong(was, slot_word::voided(slot_word::key1(was) - 1), std::memory_order_acq_rel,
+                                   std::memory_order_relaxed);
     }
   }
 

@@ -76,6 +76,15 @@ class PageRing {
     return give_up(Taken::kStalled);
   }
 
+  // Takes a run whose tickets were issued to this writer already. False: others have its pages, or are at them.
+  bool take_issued(const Run& run) {
+    run_ = {};
+    if (!seize(run.first, run.pages)) return false;
+    run_ = run;
+    std::atomic_thread_fence(std::memory_order_release);
+    return true;
+  }
+
   // The run that is taken; its bytes lie one after the other.
   const Run& run() const { return run_; }
   char* data() const { return memory_.page(memory_.page_of(run_.first)); }

@@ -26,8 +26,8 @@ def save_for_ever(buffer, directory, begun):
         buffer.save(directory)
 
 
-def kill_saves(directory, kills, seed):
-    buffer, begun = filled(400, 400), shared_counters(1)
+def kill_saves(directory, kills, seed, **sizes):
+    buffer, begun = filled(400, 400, **sizes), shared_counters(1)
     began = time.monotonic()
     buffer.save(directory)
     duration = time.monotonic() - began  # of a save here and now, within which instants are chosen
@@ -47,8 +47,9 @@ def kill_saves(directory, kills, seed):
     assert len(list(directory.iterdir())) == 2  # what killed saves had left is gone
 
 
-def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path):
-    kill_saves(tmp_path, 25, seed=5)
+@pytest.mark.parametrize("sizes", [{}, {"ragged_bytes": 1 << 18}], ids=["of one shape", "of any length"])
+def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_loads(sizes, tmp_path):
+    kill_saves(tmp_path, 25, seed=5, **sizes)
 
 
 @pytest.mark.soak

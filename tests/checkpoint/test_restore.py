@@ -181,9 +181,9 @@ def test_a_file_of_trajectories_with_a_killed_restore_opens_with_what_explorers_
         assert torch.equal(batch["next_obs"], batch["obs"] + 1)
 
 
-def killed_restores(directory, rounds, seed):
+def killed_restores(directory, rounds, seed, **sizes):
     """Kills restores at random moments. Returns how many were killed halfway."""
-    saved, chance, killed = save(directory), random.Random(seed), 0
+    saved, chance, killed = save(directory, **sizes), random.Random(seed), 0
     moments = shared_counters(2)
 
     def restore(buffer):
@@ -191,26 +191,27 @@ def killed_restores(directory, rounds, seed):
         buffer.restore(directory)
         moments[1] = time.monotonic_ns()
 
-    with filled(0, 300) as buffer, Forked(restore, buffer) as process:
+    with filled(0, 300, **sizes) as buffer, Forked(restore, buffer) as process:
         assert process.wait() == 0
     longest = (moments[1] - moments[0]) * 1e-9
     for _ in range(rounds):
         moments[0] = moments[1] = 0
-        with filled(0, 300) as buffer:
+        with filled(0, 300, **sizes) as buffer:
             with Forked(restore, buffer) as process:
                 eventually(lambda: moments[0], interval=0)
                 time.sleep(chance.uniform(0, longest))
                 process.kill()
             if len(buffer) == 0:
                 killed += 1
-                assert_nothing_was_restored(buffer)
+                assert_nothing_was_restored(buffer, **sizes)
                 buffer.restore(directory)
             assert_restored(buffer, saved)
     return killed
 
 
-def test_killed_at_any_moment_a_restore_is_whole_or_none(tmp_path):
-    assert killed_restores(tmp_path, 40, seed=1) > 10
+@pytest.mark.parametrize("sizes", [{}, {"ragged_bytes": 300 * 512}], ids=["of one shape", "of any length"])
+def test_killed_at_any_moment_a_restore_is_whole_or_none(sizes, tmp_path):
+    assert killed_restores(tmp_path, 40, seed=1, **sizes) > 10
 
 
 @pytest.mark.soak

@@ -44,6 +44,52 @@ def test_npz_has_the_same_and_float32_for_bfloat16(stored, form, tmp_path):
             np.testing.assert_array_equal(found[name], values.numpy())
 
 
+@pytest.mark.parametrize("form", ["file", "directory"])
+def test_a_ragged_field_has_an_array_of_values_and_one_of_offsets(form, tmp_path, monkeypatch):
+    monkeypatch.setattr("torchreplay.checkpoint.buffer_checkpoint.SHARD_BYTES", 1024)
+    monkeypatch.setattr("torchreplay.files.rows.CHUNK_BYTES", 300)
+    spec = {
+        "a": {"tokens": tr.Ragged(torch.uint16), "flags": tr.Ragged(torch.bool, (2,), like="a/tokens")},
+        "narrow": tr.Ragged(torch.bfloat16),
+        "reward": tr.Field(),
+    }
+    lengths = np.random.default_rng(0).integers(0, 40, (60, 2)).tolist()
+    rows = [
+        ([key * 3 + i for i in range(n)], [[i % 2, i % 3 == 0] for i in range(n)], [float(key + i) for i in range(m)])
+        for key, (n, m) in enumerate(lengths)
+    ]
+    tokens, flags, narrow = ([row[i] for row in rows] for i in range(3))
+    flags = [np.array(value, bool).reshape(-1, 2) for value in flags]
+    with tr.ReplayBuffer(spec, 25, path=tmp_path / "file", ragged_bytes=6000) as buffer:
+        buffer.extend(a={"tokens": tokens, "flags": flags}, narrow=narrow, reward=np.arange(60.0))
+        buffer.save(tmp_path / "directory")
+        keys = buffer.keys().tolist()
+    assert len(keys) == 25
+    for suffix in ("safetensors", "npz"):
+        target = tmp_path / f"rows.{suffix}"
+        assert run(tmp_path / form, target).output == f"25 rows in {target}\n"
+        found = safetensors.torch.load_file(target) if suffix == "safetensors" else np.load(target)
+        for name, values in (("a/tokens", tokens), ("a/flags", flags), ("narrow", narrow)):
+            offsets, packed = found[f"{name}.offsets"], found[f"{name}.values"]
+            assert str(offsets.dtype).endswith("int64")
+            assert offsets.tolist() == np.cumsum([0, *(len(values[key]) for key in keys)]).tolist()
+            assert packed.tolist() == [element for key in keys for element in np.array(values[key]).tolist()]
+            assert name not in found
+        assert found["reward"].tolist() == found["row.key"].tolist() == keys
+
+
+def test_names_that_an_export_of_ragged_fields_needs_are_refused_and_so_are_episodes(tmp_path):
+    spec = {"x": tr.Ragged(torch.uint8), "x.offsets": tr.Field()}
+    with tr.ReplayBuffer(spec, 4, ragged_bytes=4096) as buffer:
+        buffer.save(tmp_path / "saved")
+    result = run(tmp_path / "saved", tmp_path / "rows.npz")
+    assert result.exit_code == 2
+    assert "a field named 'x.offsets', which an export needs for itself" in " ".join(result.output.split())
+    result = run(tmp_path / "saved", tmp_path / "rows.hdf5")
+    assert result.exit_code == 2
+    assert "HDF5 as Minari has it takes fields of one shape only, and 'x' is Ragged" in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_priorities_are_those_of_the_buffer_and_nan_where_no_item_starts(stored, form, tmp_path):
     run(stored.forms[form], tmp_path / "rows.npz")

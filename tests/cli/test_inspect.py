@@ -15,6 +15,7 @@ import torch
 from click.testing import CliRunner
 from forked import Forked, eventually, shared_counters
 from namespaces import unshared
+from saved_rows import change_rows
 
 import torchreplay as tr
 from torchreplay.cli import main
@@ -135,7 +136,7 @@ def test_a_ring_that_turns_meanwhile_has_no_false_alarms(tmp_path):
 def test_text_has_the_card_and_the_verdict(stored):
     result = run("inspect", "--verify", stored.forms["directory"])
     assert result.exit_code == 0
-    for text in ("checkpoint, format 6", "50 of 50", "20 to 69", "state/hidden", "intact"):
+    for text in ("checkpoint, format 7", "50 of 50", "20 to 69", "state/hidden", "intact"):
         assert text in result.output
 
 
@@ -299,21 +300,45 @@ def test_a_checkpoint_that_lacks_a_file_is_refused(damaged):
     assert "is missing" in result.output
 
 
-def test_values_of_any_length_are_in_the_table_and_are_verified(tmp_path):
+@pytest.mark.parametrize("form", ["file", "directory", "archive"])
+def test_values_of_any_length_are_in_the_table_and_are_verified(form, tmp_path):
     file = tmp_path / "b.bin"
     spec = {"x": tr.Ragged(torch.float32), "m": tr.Ragged(torch.bool, (2,), like="x"), "n": tr.Field()}
     with tr.ReplayBuffer(spec, 8, path=file, ragged_bytes=1 << 16) as buffer:
+
+        def stored():
+            if form == "directory":
+                buffer.save(tmp_path / form)
+            if form == "archive":
+                with (tmp_path / form).open("wb") as archive:
+                    buffer.save(archive)
+            return file if form == "file" else tmp_path / form
+
         buffer.extend(x=[[1.0], [2.0, 3.0]], m=[[[True, False]], [[True, True]] * 2], n=[1.0, 2.0])
-        told = card(file)
+        told = card(stored())
         assert told["ragged_bytes"] == 1 << 16
+        assert told["ragged_held"] == 3 * 4 + 3 * 2
+        assert (told["rows"], told["capacity"]) == (2, 8)
         assert [(field["name"], field["ragged"], field["like"], field["nbytes"]) for field in told["fields"]] == [
             ("x", True, None, 4),
             ("m", True, "x", 2),
             ("n", False, None, 4),
         ]
-        output = run("inspect", "--verify", file).output
-        assert "64.0 KiB for values of any length" in output
+        output = run("inspect", "--verify", stored()).output
+        assert "0.0 KiB of 64.0 KiB for values of any length" in output
         assert re.search(r"m +\[n, 2\] like x +bool +2 x n", output)
         assert "intact" in output
         buffer.extend(x=[[float("nan")]], m=[[[True, True]]], n=[1.0])
-        assert "NaN or infinite" in run("inspect", "--verify", file).output
+        assert "NaN or infinite" in run("inspect", "--verify", stored()).output
+
+
+@pytest.mark.parametrize("name", ["x", "/lengths/x", "m"])
+def test_a_checkpoint_whose_lengths_do_not_fit_its_values_is_refused(name, tmp_path):
+    spec = {"x": tr.Ragged(torch.float32), "m": tr.Ragged(torch.bool, (2,), like="x"), "n": tr.Field()}
+    with tr.ReplayBuffer(spec, 8, ragged_bytes=1 << 16) as buffer:
+        buffer.extend(x=[[1.0], [2.0, 3.0]], m=[[[True, False]], [[True, True]] * 2], n=[1.0, 2.0])
+        buffer.save(tmp_path)
+    change_rows(tmp_path, lambda tensors: tensors | {name: tensors[name][:-1].clone()})
+    result = run("inspect", "--verify", tmp_path)
+    assert result.exit_code == 2
+    assert re.search(r"00000.safetensors is damaged: the\s+lengths of", result.output)

@@ -13,6 +13,7 @@ import torch
 from fuzz_attach import buffers
 
 import torchreplay as tr
+from torchreplay.schema.spec import flatten
 from torchreplay.segment import reservation
 
 SHARD = "rows-0/00000.safetensors"
@@ -25,8 +26,11 @@ atexit.register(shutil.rmtree, directory, ignore_errors=True)
 reservation.available_memory = lambda: MOST_BYTES
 
 
+RAGGED = {"x": tr.Ragged(torch.int32), "y": tr.Ragged(torch.bool, (2,), like="x"), "n": tr.Field()}
+
+
 def seeds():
-    for buffer in buffers():
+    for buffer in (*buffers(), tr.ReplayBuffer(RAGGED, 30, ragged_bytes=4096)):
         for _ in range(3):
             write(buffer)
         with tempfile.TemporaryDirectory() as saved:
@@ -68,7 +72,8 @@ def use(buffer):
         except RuntimeError as error:
             if not any(expected in str(error) for expected in ("without completing", "lacks the view's functions")):
                 raise
-        with suppress(tr.WouldBlockForever):
+        any_length = any(isinstance(column, tr.Ragged) for column in flatten(buffer.spec).values())
+        with suppress(tr.WouldBlockForever, *[ValueError] * any_length):  # a row may be too long for its bytes
             write(buffer)
 
 
@@ -83,6 +88,8 @@ def write(buffer):
             return {name: zeros(inner, (*path, name)) for name, inner in field.items()}
         seen = any("/".join(path[:n]) in observed for n in range(len(path) + 1))
         n = 3 if seen else 2
+        if isinstance(field, tr.Ragged):
+            return [torch.zeros((row % 2, *field.shape), dtype=field.dtype) for row in range(n)]
         return (
             np.zeros((n, *field.shape))
             if field.dtype.is_floating_point

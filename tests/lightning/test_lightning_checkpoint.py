@@ -16,9 +16,11 @@ from torchreplay.lightning import PriorityFeedback, ReplayCheckpoint, ReplayData
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:Checkpoint directory .* exists")
 
 
-def empty_buffer():
+def empty_buffer(ragged=False):
     spec = {"number": tr.Field((), torch.int64), "obs": tr.Field((4,))}
-    return tr.ReplayBuffer(spec, capacity=ROWS, sampler=tr.Prioritized(alpha=1.0), seed=99)
+    spec |= {"words": tr.Ragged(torch.int32)} if ragged else {}
+    sampler, sizes = tr.Prioritized(alpha=1.0), {"ragged_bytes": 1 << 20} if ragged else {}
+    return tr.ReplayBuffer(spec, capacity=ROWS, sampler=sampler, seed=99, **sizes)
 
 
 def trainer_of(library, directory, steps, *callbacks, **arguments):
@@ -45,15 +47,19 @@ def test_every_checkpoint_has_its_buffer_beside_it_and_training_goes_on_from_bot
     assert torch.equal(resumed.q.weight, whole.q.weight)
 
 
-def test_a_buffer_made_before_is_filled_in_place_and_its_handles_see_the_rows(tmp_path):
-    data = ReplayDataModule(filled_buffer(), 8, steps_per_epoch=20)
+@pytest.mark.parametrize("ragged", [False, True], ids=["of one shape", "of any length"])
+def test_a_buffer_made_before_is_filled_in_place_and_its_handles_see_the_rows(ragged, tmp_path):
+    data = ReplayDataModule(filled_buffer(ragged=ragged), 8, steps_per_epoch=20)
     trainer_of(pytorch_lightning, tmp_path, 5, ReplayCheckpoint()).fit(make_learner(pytorch_lightning), datamodule=data)
-    buffer = empty_buffer()
+    buffer = empty_buffer(ragged)
     attached = tr.ReplayBuffer.attach(buffer.handle())
     (path,) = tmp_path.glob("*.ckpt")
     resuming = trainer_of(pytorch_lightning, tmp_path, 6, ReplayCheckpoint())
     resuming.fit(make_learner(pytorch_lightning), datamodule=ReplayDataModule(buffer, batch_size=8), ckpt_path=path)
     assert len(attached) == ROWS
+    if ragged:
+        batch = attached.gather(attached.keys())
+        assert batch["words"].tolist() == [k for k in range(ROWS) for _ in range(k)]
 
 
 def resumed_from(path, directory):

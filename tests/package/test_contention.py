@@ -50,7 +50,7 @@ class Checker:
 
     def check_priorities(self):
         """Every row's priority, all of one moment, is the one it came with or the TD error of its own key."""
-        stamp, wide, key, leaf, *_ = (column.numpy() for column in self.buffer._segment.export_rows(0, CAPACITY))
+        stamp, wide, key, leaf, *_ = (column.numpy() for column in self.buffer._segment.export_rows(0, CAPACITY)[0])
         self._check(stamp, wide)
         own = np.isclose(leaf, td_of(key) + EPS, rtol=1e-6, atol=0)
         self.counts[PRIORITIES] += len(key)

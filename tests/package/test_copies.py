@@ -303,8 +303,9 @@ def test_copies_are_made_in_several_threads_at_once_beside_draws():
 
 def test_keys_that_others_have_been_given_meanwhile_are_not_issued_to_an_import():
     source, target = filled(20, 30), tr.ReplayBuffer(SPEC, 30)
-    columns = source._segment.export_rows(0, 30)
-    placing = _C.Import(target._segment, 5)
+    columns, _ = source._segment.export_rows(0, 30)
+    placing = _C.Import(target._segment)
+    placing.begin(5)
     placing.issue(4)
     placing.issue(8)
     assert target.extend(**rows(8, 2)).tolist() == [8, 9]

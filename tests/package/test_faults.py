@@ -16,6 +16,7 @@ NAMES = ["rows", *VIEWS]
 FEW = ["rows", "3 steps of 4 frames"]
 OF_LONG_VALUES = {
     *("draw.arranged", "draw.left_out", "draw.measured", "draw.measures_again", "draw.values"),
+    "import.pages",
     *("follow.cursor", "follow.marked", "follow.owner", "follow.page", "follow.run", "follow.voided"),
     *("pages.busy", "pages.copied", "pages.done", "pages.forgotten", "pages.hole", "pages.said", "pages.ticket"),
     *("pages.row_committed", "pages.row_done", "pages.row_hole", "pages.voided", "reclaim.page", "reclaim.run"),

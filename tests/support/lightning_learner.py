@@ -17,11 +17,16 @@ QUIET = {
 }
 
 
-def filled_buffer(capacity=ROWS, sampler=None):
-    """A buffer whose row with key k holds the number k; alpha = 1, so probability is |td| over the sum."""
+def filled_buffer(capacity=ROWS, sampler=None, ragged=False):
+    """A buffer whose row with key k holds the number k; alpha = 1, so probability is |td| over the sum.
+
+    `ragged`: it holds k elements, too.
+    """
     spec = {"number": tr.Field((), torch.int64), "obs": tr.Field((4,))}
-    buffer = tr.ReplayBuffer(spec, capacity=capacity, sampler=sampler or tr.Prioritized(alpha=1.0), seed=3)
-    buffer.extend(number=torch.arange(ROWS), obs=torch.ones(ROWS, 4))
+    more = {"spec": spec | {"words": tr.Ragged(torch.int32)}, "ragged_bytes": 1 << 20} if ragged else {"spec": spec}
+    buffer = tr.ReplayBuffer(**more, capacity=capacity, sampler=sampler or tr.Prioritized(alpha=1.0), seed=3)
+    words = {"words": [[k] * k for k in range(ROWS)]} if ragged else {}
+    buffer.extend(number=torch.arange(ROWS), obs=torch.ones(ROWS, 4), **words)
     return buffer
 
 

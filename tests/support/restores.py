@@ -12,16 +12,16 @@ import torchreplay as tr
 from torchreplay.checkpoint import buffer_checkpoint
 
 
-def save(directory):
+def save(directory, **sizes):
     """Saves 300 rows. Returns the statistics."""
-    with filled(300, 300) as saved:
+    with filled(300, 300, **sizes) as saved:
         saved.update_priorities(saved.sample(32), torch.rand(32) + 3.0)
         saved.save(directory)
         return saved.stats()
 
 
-def assert_nothing_was_restored(buffer):
-    with filled(0, buffer.capacity) as new:
+def assert_nothing_was_restored(buffer, **sizes):
+    with filled(0, buffer.capacity, **sizes) as new:
         assert saved_counts(buffer.stats()) == saved_counts(new.stats())
         for name, counts in new.histograms(8).items():
             assert torch.equal(buffer.histograms(8)[name], counts)

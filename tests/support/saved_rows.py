@@ -12,15 +12,33 @@ from torchreplay.checkpoint.safetensors_io import BLOCK, room_for, write_shard
 SPEC = {"x": {"a": tr.Field((3,), torch.int64), "b": tr.Field((), torch.bfloat16)}, "reward": tr.Field()}
 
 
+RAGGED = SPEC | {"tail": tr.Ragged(torch.int64), "more": tr.Ragged(torch.bool, (2,), like="tail")}
+
+
 def rows(first, n):
     """Rows whose values all follow from their number."""
     numbers = torch.arange(first, first + n)
     return {"x": {"a": numbers[:, None] * torch.tensor([1, 2, 3]), "b": numbers % 100}, "reward": numbers.float()}
 
 
+def ragged_rows(first, n):
+    """The same with values of any length, which follow from the number, too."""
+    numbers = torch.arange(first, first + n)
+    lengths = numbers * 7 % 20
+    tail = torch.repeat_interleave(numbers, lengths)
+    return rows(first, n) | {
+        "tail": (tail, lengths),
+        "more": (torch.stack([tail % 2 == 0, tail % 3 == 0], 1), lengths),
+    }
+
+
 def filled(n, capacity, **arguments):
-    buffer = tr.ReplayBuffer(SPEC, capacity, sampler=tr.Prioritized(alpha=0.7, beta=0.5), seed=11, **arguments)
-    buffer.extend(**rows(0, n), priority=torch.arange(n) % 7 + 1.0)
+    """With `ragged_bytes`, of values of any length, too."""
+    ragged = "ragged_bytes" in arguments
+    sampler = tr.Prioritized(alpha=0.7, beta=0.5)
+    buffer = tr.ReplayBuffer(RAGGED if ragged else SPEC, capacity, sampler=sampler, seed=11, **arguments)
+    given = ragged_rows(0, n) if ragged else rows(0, n)
+    buffer.extend(**given, priority=torch.arange(n) % 7 + 1.0)
     return buffer
 
 
@@ -28,6 +46,12 @@ def assert_rows_are_those_of_their_keys(batch):
     assert torch.equal(batch["x"]["a"], batch["key"][:, None] * torch.tensor([1, 2, 3]))
     assert torch.equal(batch["reward"], batch["key"].float())
     assert torch.equal(batch["x"]["b"], (batch["key"] % 100).bfloat16())
+    if "tail" in batch:
+        lengths = batch["key"] * 7 % 20
+        assert torch.equal(batch.lengths("tail"), lengths)
+        tail = torch.repeat_interleave(batch["key"], lengths)
+        assert torch.equal(batch["tail"], tail)
+        assert torch.equal(batch["more"], torch.stack([tail % 2 == 0, tail % 3 == 0], 1))
 
 
 def told_by(directory):

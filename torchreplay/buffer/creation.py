@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from torchreplay import _C
-from torchreplay.checkpoint.buffer_checkpoint import SHARD_BYTES
+from torchreplay.checkpoint.buffer_checkpoint import SHARD_BYTES, tell_left_out
 from torchreplay.checkpoint.description import ROW_COLUMNS, without_grid
 from torchreplay.checkpoint.lost_items import LostItems
 from torchreplay.schema.batch import ReplayBatch
@@ -85,36 +86,37 @@ def attached_segment(fd: int, nonce: int, view: View | None) -> tuple[_C.Segment
     return segment, config.with_functions(view)
 
 
-def copy_rows(source: _C.Segment, target: _C.Segment, config: Config, capacity: int) -> None:
+def copy_rows(source: _C.Segment, target: _C.Segment, config: Config, into: Config) -> None:
     """Places the rows of a segment into a new one that nobody else has, and has its draws go on there.
 
     Args:
         source: Where others may go on writing.
         target: Of the same fields and view.
         config: Of `source`.
-        capacity: Of `target`.
+        into: Of `target`.
 
     Raises:
         RuntimeError: `source` is being restored.
-        ValueError: It is a queue, of which `target` cannot hold all items.
+        ValueError: It is a queue, of which `target` cannot hold all items. Or the values of a row are longer than a
+            quarter of its bytes for them.
     """
-    row_bytes = 32 + sum(field.nbytes for field in config.fields.values())
-    slots = max(1, min(config.capacity, SHARD_BYTES // row_bytes))
-    key_column = len(config.fields) + list(ROW_COLUMNS).index("/key")
-    imports, lost = source.imports, LostItems(config, replace(config, capacity=capacity))
-    rows = _C.Import(target, 0)
+    imports, lost = source.imports, LostItems(config, into)
+    lengths, keys = slice(len(config.fields), -len(ROW_COLUMNS)), -len(ROW_COLUMNS) + list(ROW_COLUMNS).index("/key")
+    rows = _C.Import(target)
     try:
-        for first in range(0, config.capacity, slots):
-            columns = source.export_rows(first, min(first + slots, config.capacity))
-            if len(columns[key_column]):
-                # By numpy: torch would do it in several threads, in which a forked child can hang.
-                rows.issue(int(columns[key_column].numpy().max()) + 1)
-                lost.add(columns)
-                rows.place(columns)
-        if complaint := lost.complaint():
+        rows.begin(0)
+        for columns in _rows_of(source, config):
+            if config.ragged:
+                rows.expect([columns[keys], *columns[lengths]])
+            # By numpy: torch would do it in several threads, in which a forked child can hang.
+            rows.issue(int(columns[keys].numpy().max()) + 1)
+            lost.add(columns)
+            rows.place(columns)
+        left_out = rows.left_out()
+        if complaint := lost.complaint(left_out):
             raise ValueError(complaint)
         counts, limiter = source.counts()
-        if capacity < config.capacity:
+        if into.capacity < config.capacity or len(left_out):
             counts = without_grid(counts)
         if source.imports != imports:
             raise BufferError("restored meanwhile")
@@ -128,3 +130,17 @@ def copy_rows(source: _C.Segment, target: _C.Segment, config: Config, capacity: 
         raise RuntimeError("the buffer is being restored: copy it when that is over") from None
     finally:
         rows.abandon()
+    tell_left_out("the copy", left_out, into)
+
+
+def _rows_of(source: _C.Segment, config: Config) -> Iterator[list[torch.Tensor]]:
+    """Yields all rows, some at a time; those with values of any length in the order in which they are to leave."""
+    row_bytes = 32 + sum(field.nbytes for field in config.fields.values())
+    slots, capacity = max(1, min(config.capacity, SHARD_BYTES // row_bytes)), config.capacity
+    oldest = int(source.counts()[0][0]) % capacity if config.ragged else 0
+    for begin, end in ((oldest, capacity), (0, oldest)):
+        first = begin
+        while first < end:
+            columns, first = source.export_rows(first, min(first + slots, end), SHARD_BYTES)
+            if len(columns[-1]):
+                yield columns

@@ -30,7 +30,7 @@ from torchreplay.checkpoint.description import Description, with_rows
 from torchreplay.errors import AttachError, CheckpointError, ReplayTimeout
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.casting import cast_values
-from torchreplay.schema.config import MAX_CAPACITY, Config
+from torchreplay.schema.config import Config
 from torchreplay.schema.hindsight import Hindsight
 from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert, from_native
 from torchreplay.schema.samplers import MOST_VERSIONS, Fifo, Sampler, Schedule, ignores_td
@@ -185,7 +185,7 @@ class ReplayBuffer(HeldRows, Queue, Replay):
 
     # Copies
 
-    def copy(self, capacity: int | None = None) -> Self:
+    def copy(self, capacity: int | None = None, ragged_bytes: int | None = None) -> Self:
         """Returns a new buffer in memory with the same rows, keys, priorities and counters, while others go on writing.
 
         What is done to one is not seen by the other. Sampler, view, limiter and seed are the same. The draws go on
@@ -196,10 +196,12 @@ class ReplayBuffer(HeldRows, Queue, Replay):
         Args:
             capacity: Rows that fit; None: as many as here. Of more rows than fit the newest are copied. A queue that
                 waits loses no item so.
+            ragged_bytes: For the values of ragged fields; None: as many as here. Where they are too few for all rows,
+                the newest are copied, and a warning with the number of the others is logged.
 
         Raises:
-            ValueError: `capacity` does not fit, or is too small for a queue's items; or TD errors from a device are NaN
-                or infinite, as `flush` says.
+            ValueError: `capacity` or `ragged_bytes` does not fit, or is too small for a queue's items, or for the
+                values of a row; or TD errors from a device are NaN or infinite, as `flush` says.
             MemoryError: The machine or the cgroup has too little memory left.
             RuntimeError: The buffer is closed, or is being restored.
 
@@ -208,13 +210,10 @@ class ReplayBuffer(HeldRows, Queue, Replay):
             >>> larger.capacity, len(larger)
             (1000, 5)
         """
-        config = self._config
-        if capacity is not None:
-            config = replace(config, capacity=checked_int("capacity", capacity, 1, MAX_CAPACITY))
-        config.fixed_fields("copy()")
+        config = self._config.resized(capacity, ragged_bytes)
         self.flush()
         with new_segment(config, None, self._segment.seed, by_and_by=False) as (segment, nonce, _):
-            copy_rows(self._segment, segment, self._config, config.capacity)
+            copy_rows(self._segment, segment, self._config, config)
         return self._over(segment, nonce, config)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -691,6 +690,7 @@ class ReplayBuffer(HeldRows, Queue, Replay):
         view: View | None = None,
         path: str | os.PathLike[str] | None = None,
         sampler: Sampler | None = None,
+        ragged_bytes: int | None = None,
     ) -> ReplayBuffer:
         """Returns a new buffer with the rows, keys, priorities and counters of a saved one.
 
@@ -710,14 +710,18 @@ class ReplayBuffer(HeldRows, Queue, Replay):
             path: A new file to hold the buffer; None: it lies in memory.
             sampler: Another sampler; or the buffer's own with a function for its beta, which a checkpoint does not
                 hold. None: the buffer's own.
+            ragged_bytes: For the values of ragged fields; None: as before. Where they are too few for all rows, the
+                newest are loaded, and a warning with the number of the others is logged.
 
         Raises:
-            CheckpointError: There is no checkpoint, or it is damaged; or `capacity` is too small for a queue's items.
+            CheckpointError: There is no checkpoint, or it is damaged. Or `capacity` or `ragged_bytes` is too small for
+                a queue's items, or for the values of a row, which take a quarter at most.
             MemoryError: The machine or the cgroup has too little memory left, or this process may not map as much. A
                 load needs 20 MiB beside the buffer, or the longest row if that is more.
             OSError: A file cannot be read, which does not mean that it is damaged; or `path` cannot be made, or is
                 there already.
-            ValueError: `capacity` does not fit, the rows lack what `view` needs, or `view` has not the same functions.
+            ValueError: `capacity` or `ragged_bytes` does not fit, the rows lack what `view` needs, or `view` has not
+                the same functions.
             TypeError: `view` is no view, or `sampler` no sampler.
 
         Example:
@@ -728,12 +732,12 @@ class ReplayBuffer(HeldRows, Queue, Replay):
         """
         if is_file(directory, "read"):
             with opened_archive(directory) as unpacked:
-                return cls.load(unpacked, capacity, view=view, path=path, sampler=sampler)
+                return cls.load(unpacked, capacity, view=view, path=path, sampler=sampler, ragged_bytes=ragged_bytes)
         directory = checked_path("directory", directory)
         path = None if path is None else checked_path("path", path)
 
         def load(saved: Description) -> ReplayBuffer:
-            config = saved.config.loaded_with(view, sampler, capacity)
+            config = saved.config.loaded_with(view, sampler, capacity, ragged_bytes)
             rooms = reading_rooms(saved, directory)  # first: what is left then is for the buffer
             with new_segment(config, path, saved.seed, by_and_by=True) as (segment, nonce, reservation):
                 wait = None if reservation.complete else reservation.wait
@@ -750,8 +754,8 @@ class ReplayBuffer(HeldRows, Queue, Replay):
         over, and is newer than what was saved. Ctrl-C may come too late to keep it from being done.
 
         Args:
-            directory: What `save` wrote, of a buffer with the same spec. Capacity, view and sampler may be others, as
-                for `load`.
+            directory: What `save` wrote, of a buffer with the same spec. Capacity, view, sampler and `ragged_bytes`
+                may be others, as for `load`.
 
         Raises:
             CheckpointError: There is no checkpoint, it is damaged or of another kind, the buffer holds rows already,

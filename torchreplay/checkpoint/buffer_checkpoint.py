@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ from torchreplay.checkpoint.description import (
     Description,
     RowsGone,
     column_names,
+    lengths_of,
     require_alike,
     without_grid,
 )
@@ -32,6 +33,7 @@ from torchreplay.checkpoint.lost_items import LostItems
 from torchreplay.checkpoint.safetensors_io import (
     BLOCK,
     header_of,
+    read_columns,
     read_shard,
     require_size,
     room_for,
@@ -42,9 +44,11 @@ from torchreplay.errors import CheckpointError
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import from_native
 from torchreplay.schema.samplers import Prioritized, Sampler
+from torchreplay.schema.spec import Field, Ragged, length_names
 from torchreplay.segment.progress import track
 from torchreplay.segment.reservation import SPARE, page_tables, require_memory_beside, size_text
 from torchreplay.segment.thread_pool import Future, ThreadPool
+from torchreplay.segment.waits import logger
 
 T = TypeVar("T")
 
@@ -59,6 +63,10 @@ PIECE = 1 << 20
 READ_BYTES = 32 << 20
 """Bytes that files which are read at a time may have together, but for a single one: format 4 once had files of so
 many."""
+MAX_LENGTH = (1 << 31) - 1
+"""Elements of the longest value."""
+PLANNED_BYTES = 24
+"""Bytes that a load keeps of each row with ragged fields: where its values will lie."""
 
 
 def save(segment: _C.Segment, config: Config, directory: str | os.PathLike[str]) -> None:
@@ -68,7 +76,6 @@ def save(segment: _C.Segment, config: Config, directory: str | os.PathLike[str])
         CheckpointError: It is being restored.
         MemoryError: There is too little memory to save with; nothing was written.
     """
-    config.fixed_fields("save()")
     packing = _Packing(config)
     rooms = _rooms(WRITES + 1, packing.room_bytes, "saving the replay buffer", segment.nbytes)
 
@@ -90,13 +97,13 @@ def save(segment: _C.Segment, config: Config, directory: str | os.PathLike[str])
         raise CheckpointError(str(error)) from None
 
 
-def _rooms(count: int, size: int, what: str, mapped: int) -> list[torch.Tensor]:
-    """Returns all the memory that a save, or a load, takes beside a buffer of `mapped` bytes.
+def _rooms(count: int, size: int, what: str, mapped: int, more: int = 0) -> list[torch.Tensor]:
+    """Returns all the memory that a save, or a load, takes beside a buffer of `mapped` bytes, and `more` bytes.
 
     Raises:
         MemoryError: There is too little.
     """
-    need = count * size + page_tables(mapped) + SPARE
+    need = count * size + more + page_tables(mapped) + SPARE
     require_memory_beside(need, what)
     try:
         return [room_for(size) for _ in range(count)]
@@ -104,63 +111,104 @@ def _rooms(count: int, size: int, what: str, mapped: int) -> list[torch.Tensor]:
         raise MemoryError(f"{what} needs {size_text(need)} of memory: {error}") from None
 
 
+class _Packed(NamedTuple):
+    """The rows of a file, copied to a room.
+
+    Attributes:
+        next: The first slot that is not looked at yet.
+        write: Writes the file, and returns its size and checksum; None: there are no rows.
+        long_row: Bytes of the only row, which is too long for the room: it is written from where it lies. 0: it is not.
+    """
+
+    next: int
+    write: Callable[[Path], tuple[int, int]] | None
+    long_row: int = 0
+
+
 class _Packing:
     """How the rows of a buffer lie in files.
 
     Attributes:
-        columns: Type and shape of a row's values in each tensor.
-        row_bytes: Of a row, in all tensors.
-        slots: Of the rows in a file; 0: a row is too long for one, and is written piece by piece.
+        row_bytes: Of a row, in all tensors but those of ragged fields.
+        slots: Of the rows in a file, at most; 0: a row is too long for one, and is written piece by piece.
         header_bytes: With which each file begins, so that what follows is aligned.
         room_bytes: Memory from which a file is written.
+        starts: Slots in which files begin.
     """
 
     def __init__(self, config: Config) -> None:
-        fields = [(field.dtype, field.shape) for field in config.fields.values()]
-        kept = [(dtype, ()) for dtype in ROW_COLUMNS.values()]
-        self.columns = dict(zip(column_names(config), [*fields, *kept], strict=True))
-        self.row_bytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.columns.values())
+        fields = list(config.fields.values())
+        self._names, self._groups = column_names(config), len(length_names(config.fields))
+        kept = [*[torch.uint32] * self._groups, *ROW_COLUMNS.values()]
+        self._kinds = [*((field.dtype, field.shape) for field in fields), *((dtype, ()) for dtype in kept)]
+        self._ragged = [place for place, field in enumerate(fields) if isinstance(field, Ragged)]
+        self._leaders = [list(config.fields).index(tuple(name.split("/"))) for name in length_names(config.fields)]
+        self.row_bytes = sum(field.nbytes for field in fields if isinstance(field, Field))
+        self.row_bytes += sum(dtype.itemsize for dtype in kept)
         self.slots = min(config.capacity, SHARD_BYTES // self.row_bytes)
-        self.header_bytes = _whole_blocks(len(self.header(self.slots)))
-        self.room_bytes = self.header_bytes + _whole_blocks(self.slots * self.row_bytes or PIECE)
+        self.header_bytes = _whole_blocks(len(self.header(self.slots, [MAX_LENGTH] * len(self._ragged))))
+        values = SHARD_BYTES if self._ragged else self.slots * self.row_bytes
+        self.room_bytes = self.header_bytes + _whole_blocks(values or PIECE)
         self.starts = range(0, config.capacity, max(1, self.slots))
 
-    def header(self, rows: int, size: int = 0) -> bytes:
-        """Returns what a file of so many rows begins with, of `size` bytes at least."""
-        return header_of({name: (dtype, (rows, *shape)) for name, (dtype, shape) in self.columns.items()}, size)
+    def header(self, rows: int, elements: Sequence[int] = (), size: int = 0) -> bytes:
+        """Returns what a file begins with, of `size` bytes at least.
 
-    def pack(self, segment: _C.Segment, first: int, room: torch.Tensor) -> Callable[[Path], tuple[int, int]] | None:
-        """Copies the rows of a file, from slot `first` on, to `room`; returns what writes it. None: there are none."""
-        if not self.slots:
-            return self._long_row(segment, first, room)
-        end = min(first + self.slots, self.starts.stop)
-        rows = segment.pack_rows(first, end, room[self.header_bytes :].numpy().data, True)
-        if not rows:
-            return None
-        room.numpy().data[: self.header_bytes] = self.header(rows, self.header_bytes)
-        return partial(write_packed, size=self.header_bytes + rows * self.row_bytes, room=room)
+        Args:
+            rows: In the file.
+            elements: Of each ragged field.
+            size: In bytes.
+        """
+        counts = [rows] * len(self._names)
+        for place, count in zip(self._ragged, elements, strict=True):
+            counts[place] = count
+        columns = zip(self._names, self._kinds, counts, strict=True)
+        return header_of({name: (dtype, (count, *shape)) for name, (dtype, shape), count in columns}, size)
 
-    def pack_whole(self, segment: _C.Segment, slot: int) -> Callable[[Path], tuple[int, int]] | None:
-        """Does what `pack` does for a long row that others rewrite, in memory for a whole row: the copy is exact."""
-        room = room_for(self.header_bytes + self.row_bytes)
-        if not segment.pack_rows(slot, slot + 1, room[self.header_bytes :].numpy().data, True):
-            return None
-        room.numpy().data[: self.header_bytes] = self.header(1, self.header_bytes)
-        return partial(write_packed, size=self.header_bytes + self.row_bytes, room=room)
+    def pack(self, segment: _C.Segment, first: int, end: int, room: torch.Tensor) -> _Packed:
+        """Copies the rows of a file to `room`: of slots from `first` on, before `end`."""
+        long_row = self.row_bytes
+        if self.slots or self._ragged:
+            packed = self._fill(segment, first, end, room)
+            if packed.next > first:
+                return packed
+            long_row = packed.long_row
+        return _Packed(first + 1, self._long_row(segment, first, room), long_row)
+
+    def pack_whole(self, segment: _C.Segment, slot: int, size: int) -> Callable[[Path], tuple[int, int]] | None:
+        """Returns what writes a long row of so many bytes that others rewrite, of which it makes an exact copy."""
+        return self._fill(segment, slot, slot + 1, room_for(self.header_bytes + size)).write
 
     def is_there(self, segment: _C.Segment, slot: int, room: torch.Tensor) -> bool:
         """Returns whether the long row that was packed from `slot` was still there when it had been written."""
         key, *_ = self._beside(room[:ROW_PLACE])
-        return bool(segment.pack_rows(slot, slot + 1, room[ROW_PLACE : 2 * ROW_PLACE].numpy().data, False)) and (
-            torch.equal(key, self._beside(room[ROW_PLACE:])[0])
-        )
+        there = segment.pack_rows(slot, slot + 1, room[ROW_PLACE : 2 * ROW_PLACE].numpy().data, False)
+        if not there or not torch.equal(key, self._beside(room[ROW_PLACE:])[0]):
+            return False
+        return not self._ragged or segment.is_whole(slot, int(key))
+
+    def _fill(self, segment: _C.Segment, first: int, end: int, room: torch.Tensor) -> _Packed:
+        body, elements, size = room[self.header_bytes :].numpy().data, list[int](), 0
+        if self._ragged:
+            end, rows, elements, size = segment.pack_ragged_rows(first, end, body)
+        else:
+            rows = segment.pack_rows(first, end, body, True)
+        if not rows:
+            return _Packed(end, None, size)
+        room.numpy().data[: self.header_bytes] = self.header(rows, elements, self.header_bytes)
+        kinds = [self._kinds[place] for place in self._ragged]
+        of_ragged = (n * _bytes_of(*kind) for n, kind in zip(elements, kinds, strict=True))
+        size = self.header_bytes + rows * self.row_bytes + sum(of_ragged)
+        return _Packed(end, partial(write_packed, size=size, room=room))
 
     def _long_row(self, segment: _C.Segment, slot: int, room: torch.Tensor) -> Callable[[Path], tuple[int, int]] | None:
         if not segment.pack_rows(slot, slot + 1, room[:ROW_PLACE].numpy().data, False):
             return None
-        fields = len(self.columns) - len(ROW_COLUMNS)
-        row = [*(segment.column(field)[slot].unsqueeze(0) for field in range(fields)), *self._beside(room)]
-        return partial(write_shard, tensors=dict(zip(self.columns, row, strict=True)), room=room[BLOCK:])
+        if (fields := segment.row_values(slot)) is None:
+            return None
+        lengths = [torch.tensor([len(fields[place])], dtype=torch.uint32) for place in self._leaders]
+        row = [*fields, *lengths, *self._beside(room)]
+        return partial(write_shard, tensors=dict(zip(self._names, row, strict=True)), room=room[BLOCK:])
 
     @staticmethod
     def _beside(place: torch.Tensor) -> list[torch.Tensor]:
@@ -172,6 +220,10 @@ class _Packing:
         return [tensors[name] for name in ROW_COLUMNS]
 
 
+def _bytes_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return dtype.itemsize * math.prod(shape)
+
+
 def _whole_blocks(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
 
@@ -181,38 +233,59 @@ def _write_shards(
 ) -> list[tuple[str, int, int]]:
     """Copies rows out while those before them are on their way to the disk."""
     shards: list[tuple[str, int, int]] = []
-    pending: deque[tuple[Path, int, torch.Tensor, int, Future[tuple[int, int]]]] = deque()
+    pending: deque[tuple[Path, int, _Packed, torch.Tensor, int, Future[tuple[int, int]]]] = deque()
     free = list(rooms)
 
     def finish_first() -> None:
-        path, first, room, rewrites, written = pending.popleft()
+        path, slot, packed, room, rewrites, written = pending.popleft()
         size, checksum = writers.result(written)
         free.append(room)
-        if not packing.slots:
+        if packed.long_row:
             again = None
-            if packing.is_there(segment, first, room):
+            if packing.is_there(segment, slot, room):
                 if rewrites % 2 == 0 and segment.rewrites == rewrites:
                     shards.append((path.name, size, checksum))
                     return
-                again = packing.pack_whole(segment, first)  # what was written may be old and new values
+                again = packing.pack_whole(segment, slot, packed.long_row)  # what was written may be old and new values
             path.unlink()
             if again is None:
                 return
             size, checksum = again(path)
         shards.append((path.name, size, checksum))
 
+    def free_room() -> torch.Tensor:
+        if not free:
+            finish_first()
+        return free[-1]
+
     with ThreadPool(WRITES) as writers:
-        for number, first in enumerate(track(packing.starts, "saving the replay buffer")):
-            if not free:
-                finish_first()
-            rewrites = segment.rewrites
-            write = packing.pack(segment, first, free[-1])
-            if write is not None:
-                path = data / f"{number:05}.safetensors"
-                pending.append((path, first, free.pop(), rewrites, writers.submit(write, path)))
+        for number, (slot, rewrites, packed) in enumerate(_each_packed(segment, packing, free_room)):
+            assert packed.write is not None
+            path = data / f"{number:05}.safetensors"
+            pending.append((path, slot, packed, free.pop(), rewrites, writers.submit(packed.write, path)))
         while pending:
             finish_first()
     return shards
+
+
+def _each_packed(
+    segment: _C.Segment, packing: _Packing, room: Callable[[], torch.Tensor]
+) -> Iterator[tuple[int, int, _Packed]]:
+    """Yields the rows of each file that has any, with their first slot, and the rewrites before they were copied.
+
+    Args:
+        segment: That is saved.
+        packing: Of its rows.
+        room: Returns memory for the next.
+    """
+    for start in track(packing.starts, "saving the replay buffer"):
+        first, end = start, min(start + packing.starts.step, packing.starts.stop)
+        while first < end:
+            place, rewrites = room(), segment.rewrites
+            packed = packing.pack(segment, first, end, place)
+            if packed.write is not None:
+                yield first, rewrites, packed
+            first = packed.next
 
 
 def load_rows(
@@ -243,27 +316,39 @@ def load_rows(
     require_alike(saved, config, root)
     names = description.columns
     rooms = reading_rooms(description, root, segment.nbytes) if rooms is None else rooms
-    leaf_column, key_column = (len(saved.fields) + list(ROW_COLUMNS).index(name) for name in ("/leaf", "/key"))
+    key_column, leaf_column = (
+        len(names) - len(ROW_COLUMNS) + list(ROW_COLUMNS).index(name) for name in ("/key", "/leaf")
+    )
     leaves = _leaves_for(config.sampler, saved.sampler)
     same_items = saved.view.native() == config.view.native() and saved.capacity <= config.capacity
     others = leaves is not None or not same_items  # than those of the checkpoint
     counts = without_grid(description.counts) if others else description.counts
     lost = LostItems(saved, config)
+    shard = ""  # the file at hand
     try:
-        rows = _C.Import(segment, int(description.counts[0]))
+        rows = _C.Import(segment)
         try:
-            for columns in _read_shards(description.shards, root, names, rooms):
+            for name, beside in _lengths(description, root):
+                shard = name
+                rows.expect(beside)
+            shard = ""
+            rows.begin(int(description.counts[0]))
+            for number, columns in enumerate(_read_shards(description.shards, root, names, rooms)):
+                shard = description.shards[number][0]
                 if leaves is not None:
                     columns[leaf_column] = leaves(columns[leaf_column])
                 if wait_for_memory is not None:
                     wait_for_memory(_slots_of(columns[key_column], config.capacity))
                 lost.add(columns)
                 rows.place(columns)
-            if complaint := lost.complaint():
+            shard = ""
+            left_out = rows.left_out()
+            if complaint := lost.complaint(left_out):
                 raise CheckpointError(f"the queue in {root} does not fit: {complaint}")
             if wait_for_memory is not None:
                 wait_for_memory(config.capacity)
             segment.policy_version = max(segment.policy_version, description.policy_version)
+            counts = without_grid(counts) if len(left_out) else counts
             rows.finish(counts, saved.limiter.native(), description.seed, description.stream, description.step)
         finally:
             rows.abandon()
@@ -272,7 +357,37 @@ def load_rows(
     except (ValueError, TypeError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"the checkpoint in {root} is damaged: {error}") from None
+        raise CheckpointError(f"the checkpoint in {root / shard} is damaged: {error}") from None
+    tell_left_out(f"the checkpoint in {root}", left_out, config)
+
+
+def tell_left_out(source: str, keys: torch.Tensor, config: Config) -> None:
+    """Logs a warning where rows have no place in a buffer, which has too few bytes for the values of all.
+
+    Args:
+        source: What they come from.
+        keys: Of these rows.
+        config: Of the buffer.
+    """
+    if len(keys):
+        logger.warning(
+            "%s: left out the oldest %s rows, up to key %s: ragged_bytes is %s, too few for the values of all",
+            source,
+            f"{len(keys):,}",
+            f"{int(keys.numpy().max()):,}",
+            f"{config.ragged_bytes:,}",
+        )
+
+
+def _lengths(description: Description, root: Path) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Yields of each file with ragged fields its name, and the keys and all lengths of its rows."""
+    if not description.config.ragged:
+        return
+    names = [description.columns[-len(ROW_COLUMNS)], *lengths_of(description.config)]
+    for name, size, _ in description.shards:
+        with _damage_named(root / name):
+            columns = read_columns(root / name, size, names)
+        yield name, columns
 
 
 def _slots_of(keys: torch.Tensor, capacity: int) -> int:
@@ -326,7 +441,8 @@ def reading_rooms(description: Description, root: Path, mapped: int = 0) -> list
         require_size(root / name, size)  # which may be anything: it is what the description says
     size = max(size, 1)
     count = min(READS + 1, len(shards), max(1, READ_BYTES // size))
-    return _rooms(count, size, "loading the replay buffer", mapped)
+    rows = min(description.config.capacity, int(description.counts[0])) if description.config.ragged else 0
+    return _rooms(count, size, "loading the replay buffer", mapped, rows * PLANNED_BYTES)
 
 
 @contextmanager

@@ -14,13 +14,14 @@ import torch
 from torchreplay.checkpoint.directory import read_description, with_description
 from torchreplay.errors import CheckpointError
 from torchreplay.schema.config import Config
+from torchreplay.schema.spec import length_names
 from torchreplay.validation import checked_int, checked_number
 
 T = TypeVar("T")
 
-FORMAT = 6
-FORMATS = (3, 4, 5, FORMAT)
-"""Those that are read."""
+FORMAT = 7
+FORMATS = (3, 4, 5, 6, FORMAT)
+"""Those that are read. The ones before 7 have no ragged fields."""
 ROW_COLUMNS = {
     "/key": torch.int64,
     "/leaf": torch.float32,
@@ -31,6 +32,8 @@ ROW_COLUMNS = {
 """What rows have beside their fields, whose names hold no empty part, and the dtypes."""
 ROW_COLUMNS_3 = ("row.key", "row.leaf", "row.link", "row.step", "row.priority")
 """Their names in format 3, in which they took the place of fields that have the same."""
+LENGTHS = "/lengths/"
+"""With it and a ragged field's name tensors are called that tell the lengths of its values, uint32 `[rows]`."""
 METADATA = "__metadata__"
 """What the safetensors format keeps for itself."""
 MAX_COUNT = (1 << 64) - 1
@@ -103,6 +106,8 @@ class Description(NamedTuple):
             read = f"{', '.join(map(str, FORMATS[:-1]))} and {FORMAT}"
             raise ValueError(f"it has format {parts['format']}, this version of torchreplay reads formats {read}")
         config = Config.from_text(json.dumps(parts["config"]))
+        if config.ragged and parts["format"] < FORMAT:
+            raise ValueError(f"format {parts['format']} has no ragged fields, and it names {config.ragged}")
         seed, step = checked_int("seed", parts["seed"], 0, MAX_COUNT), checked_int("step", parts["step"], 0, MAX_DRAWS)
         stream = 0 if parts["format"] == 3 else checked_int("stream", parts["stream"], 0, MAX_STREAM)
         expected = {3: GRID[0], 4: GRID[0], 5: CLEARED}.get(parts["format"], COUNTS)
@@ -181,8 +186,14 @@ def require_alike(saved: Config, config: Config, directory: str | os.PathLike[st
 
 
 def column_names(config: Config) -> list[str]:
-    """Returns the names of the tensors that a checkpoint's files hold: of the fields, then `ROW_COLUMNS`."""
-    return [*(f"/{name}" if name == METADATA else name for name in _names(config)), *ROW_COLUMNS]
+    """Returns the names of the tensors that a checkpoint's files hold: of fields, of lengths, then `ROW_COLUMNS`."""
+    fields = (f"/{name}" if name == METADATA else name for name in _names(config))
+    return [*fields, *lengths_of(config), *ROW_COLUMNS]
+
+
+def lengths_of(config: Config) -> list[str]:
+    """Returns the names of the tensors that tell the lengths of ragged values."""
+    return [LENGTHS + name for name in length_names(config.fields)]
 
 
 def _names(config: Config) -> list[str]:

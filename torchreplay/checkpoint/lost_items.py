@@ -29,7 +29,8 @@ class LostItems:
         self._source, self._target = source, target
         sampler = target.sampler
         waits = isinstance(source.sampler, Fifo) and isinstance(sampler, Fifo) and sampler.when_full == "wait"
-        self._looks = waits and source.capacity != target.capacity
+        same = (source.capacity, source.ragged_bytes) == (target.capacity, target.ragged_bytes)
+        self._looks = waits and not same
         self._rows: list[list[NDArray[np.generic]]] = []
 
     def add(self, columns: Sequence[torch.Tensor]) -> None:
@@ -38,30 +39,44 @@ class LostItems:
             beside = dict(zip(ROW_COLUMNS, columns[-len(ROW_COLUMNS) :], strict=True))
             self._rows.append([beside[name].numpy().copy() for name in ("/key", "/link", "/leaf")])
 
-    def complaint(self) -> str | None:
-        """Returns that items would be lost, in words; None: none would be."""
+    def complaint(self, left_out: torch.Tensor) -> str | None:
+        """Returns that items would be lost, in words; None: none would be.
+
+        Args:
+            left_out: int64 `[n]`, the keys of rows for whose values there are too few bytes.
+        """
         if not self._rows:
             return None
         key, link, leaf = (np.concatenate(column) for column in zip(*self._rows, strict=True))
-        lost = _lost(key, link, leaf > 0, self._target.view, self._target.capacity) if leaf.any() else 0
+        fits = ~np.isin(key, left_out.numpy())
+        lost = _lost(key, link, leaf > 0, fits, self._target.view, self._target.capacity) if leaf.any() else 0
         if not lost:
             return None
+        measures, had = f"capacity is {self._target.capacity:,}", f"a capacity of {self._source.capacity:,}"
+        if self._source.ragged_bytes is not None:
+            measures += f" and ragged_bytes {self._target.ragged_bytes:,}"
+            had += f" and ragged_bytes={self._source.ragged_bytes:,}"
         return (
-            f"capacity is {self._target.capacity:,}: of {np.count_nonzero(leaf):,} items of the queue that are to be "
-            f"drawn {lost:,} would be lost, whose rows share their slots with newer ones. Choose a capacity of "
-            f"{self._source.capacity:,}, which it had, or draw these items first"
+            f"{measures}: of {np.count_nonzero(leaf):,} items of the queue that are to be "
+            f"drawn {lost:,} would be lost, whose rows share their slots{' or bytes' * (not fits.all())} with newer "
+            f"ones. Choose {had}, which it had, or draw these items first"
         )
 
 
 def _lost(
-    key: NDArray[np.int64], link: NDArray[np.int64], is_drawn: NDArray[np.bool_], view: View, capacity: int
+    key: NDArray[np.int64],
+    link: NDArray[np.int64],
+    is_drawn: NDArray[np.bool_],
+    fits: NDArray[np.bool_],
+    view: View,
+    capacity: int,
 ) -> int:
-    """Returns how many of the items with `is_drawn` at their anchors lose a row."""
+    """Returns how many of the items with `is_drawn` at their anchors lose a row, where a newer one or not all fit."""
     order = np.argsort(key)
-    key, link, items = key[order], link[order], np.flatnonzero(is_drawn[order])
+    key, link, fits, items = key[order], link[order], fits[order], np.flatnonzero(is_drawn[order])
     newest = np.full(capacity, -1, np.int64)
     np.maximum.at(newest, key % capacity, key)
-    stays = newest[key % capacity] == key
+    stays = (newest[key % capacity] == key) & fits
     span, _, _, history, across, _ = view.native()
     before = np.searchsorted(key, (link >> 16) - 1)
     is_linked = key[before.clip(max=len(key) - 1)] == (link >> 16) - 1

@@ -16,8 +16,11 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from torchreplay import _C
 from torchreplay.segment.regular_file import open_regular
@@ -37,6 +40,7 @@ DTYPES = {
     torch.float32: "F32",
     torch.float64: "F64",
 }
+NAMED_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 PIECE = 1 << 20
 """Bytes taken at a time: between their copy and their checksum they stay in the cache."""
 BLOCK = 4096
@@ -250,17 +254,58 @@ def read_shard(path: Path, size: int, checksum: int, names: Sequence[str], room:
         raise ValueError(f"it is no file of these tensors ({error!r})") from None
 
 
+def read_columns(path: Path, size: int, names: Sequence[str]) -> list[torch.Tensor]:
+    """Returns copies of a few of the tensors that `read_shard` reads. Their checksum is not looked at.
+
+    Args:
+        path: The file.
+        size: Its size.
+        names: The tensors' names.
+
+    Raises:
+        ValueError: The file is not what was written.
+        OSError: It cannot be read.
+    """
+
+    def content(begin: int, end: int) -> NDArray[np.uint8]:
+        if not 0 <= begin <= end <= size:
+            raise ValueError(f"it names bytes {begin:,} to {end:,}, and has {size:,}")
+        found, at = np.empty(end - begin, np.uint8), 0
+        while at < len(found):
+            if not (read := os.preadv(file.fileno(), [found.data[at:]], begin + at)):
+                raise ValueError(f"it ends after {begin + at:,} of {size:,} bytes")
+            at += read
+        return found
+
+    with naming(path), open(open_regular(path, os.O_RDONLY), "rb", buffering=0) as file:
+        require_size(file.fileno(), size)
+        try:
+            (length,) = struct.unpack("<Q", content(0, 8).tobytes())
+            start = 8 + length
+            header = json.loads(content(8, start).tobytes())
+            tensors = []
+            for name in names:
+                begin, end = header[name]["data_offsets"]
+                tensors.append(_tensor(torch.from_numpy(content(start + begin, start + end)), header[name]))
+            return tensors
+        except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, struct.error) as error:
+            raise ValueError(f"it is no file of these tensors ({error!r})") from None
+
+
 def _tensors(content: torch.Tensor, names: Sequence[str]) -> list[torch.Tensor]:
     (length,) = struct.unpack_from("<Q", content.numpy().data)
     start = 8 + length
     header = json.loads(bytes(content[8:start].numpy()))
-    dtypes = {name: dtype for dtype, name in DTYPES.items()}
     tensors = []
     for name in names:
-        entry = header[name]
-        begin, end = entry["data_offsets"]
-        tensors.append(content[start + begin : start + end].view(dtypes[entry["dtype"]]).view(entry["shape"]))
+        begin, end = header[name]["data_offsets"]
+        tensors.append(_tensor(content[start + begin : start + end], header[name]))
     return tensors
+
+
+def _tensor(values: torch.Tensor, told: Mapping[str, Any]) -> torch.Tensor:
+    """Returns bytes as the tensor that a header tells of."""
+    return values.view(NAMED_DTYPES[told["dtype"]]).view(told["shape"])
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

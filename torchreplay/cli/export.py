@@ -22,8 +22,9 @@ def command(source: str, target: Path, force: bool, unfinished: bool) -> None:
 
     SOURCE is a checkpoint, an archive of one, or the file of a buffer. The suffix of TARGET says the format:
     .safetensors and .npz hold an array for each field, and row.key and row.priority beside them. Views that link rows
-    have row.previous and row.step, too. NumPy has no bfloat16: NPZ has float32 instead. .hdf5 or .h5 holds episodes as
-    Minari does.
+    have row.previous and row.step, too. A ragged field has two arrays: NAME.values, one value after the other, and
+    NAME.offsets, where each begins, and the last one ends. NumPy has no bfloat16: NPZ has float32 instead. .hdf5 or .h5
+    holds episodes as Minari does, of fields of one shape.
     """
     with refusals():
         rows = stored_rows(source)
@@ -43,6 +44,7 @@ def _write_episodes(rows: StoredRows, path: Path, unfinished: bool) -> int:
         from torchreplay.compat.minari import write_episodes
     except ImportError:
         raise Refused("HDF5 needs h5py: pip install h5py") from None
+    rows.config.fixed_fields("HDF5 as Minari has it")
     if not rows.linked:
         raise Refused(f"the view is {rows.config.view}: its rows belong to no episode; export .npz or .safetensors")
     return write_episodes(rows.episodes(unfinished), rows.config.view, path)

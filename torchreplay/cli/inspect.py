@@ -67,7 +67,8 @@ def _lines(card: Card) -> dict[str, str]:
         "seed": str(card.seed),
     }
     if card.ragged_bytes:
-        lines["ragged"] = f"{size_text(card.ragged_bytes)} for values of any length"
+        held, room = size_text(card.ragged_held), size_text(card.ragged_bytes)
+        lines["ragged"] = f"{held} of {room} for values of any length"
     if card.name is not None:
         lines = {"name": card.name} | lines
     if card.dropped_rows:

@@ -96,9 +96,15 @@ class BufferRows(StoredRows):
         changed: NDArray[np.bool_] = words[self._slots[at]] != self._words[at]
         return changed if self._paged is None else changed | ~self._paged.intact(self._slots[at])
 
+    def lengths(self, column: str, at: Positions) -> NDArray[np.int64]:
+        """Returns int64 `[m]`: how many elements the values of a ragged field have; 0 where `gone` says so."""
+        assert self._paged is not None  # there are ragged fields
+        return self._paged.lengths(column, self._slots[at])
+
     def read_ragged(self, column: str, at: Positions) -> list[torch.Tensor]:
         """Returns m values `[length, *shape]` of a ragged field: copies, which may be torn where `gone` says so."""
-        return super().read_ragged(column, at) if self._paged is None else self._paged.read(column, self._slots[at])
+        assert self._paged is not None  # there are ragged fields
+        return self._paged.read(column, self._slots[at])
 
     def state(self) -> str:
         """Returns who uses the file now, or else how it was left, in words."""

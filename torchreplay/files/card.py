@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from torchreplay.checkpoint.directory import NAME
 from torchreplay.files.buffer_rows import BufferRows
 from torchreplay.files.checkpoint_rows import CheckpointRows
+from torchreplay.files.rows import StoredRows
 from torchreplay.files.source import stored_rows
 from torchreplay.schema.config import Config
 from torchreplay.schema.spec import Column, Ragged
@@ -64,6 +67,7 @@ class Card:
         sampler: How items are drawn.
         limiter: Who must wait.
         ragged_bytes: For the values of ragged fields; 0: there are none.
+        ragged_held: Of the values held, without what is left at the end of a page.
         fields: In the order of the spec.
     """
 
@@ -90,6 +94,7 @@ class Card:
     sampler: str
     limiter: str
     ragged_bytes: int
+    ragged_held: int
     fields: tuple[FieldCard, ...]
 
 
@@ -114,6 +119,7 @@ def card_of(path: str | os.PathLike[str]) -> Card:
         sampler=str(rows.config.sampler),
         limiter=str(rows.limiter),
         ragged_bytes=rows.config.ragged_bytes or 0,
+        ragged_held=_ragged_held(rows),
         fields=_fields(rows.config),
         **own,
     )
@@ -126,6 +132,11 @@ def _fields(config: Config) -> tuple[FieldCard, ...]:
         return FieldCard(name, field.shape, dtype, field.nbytes, isinstance(field, Ragged), like)
 
     return tuple(card("/".join(path), field) for path, field in config.fields.items())
+
+
+def _ragged_held(rows: StoredRows) -> int:
+    columns, everything = dict(zip(rows.fields, rows.config.fields.values(), strict=True)), np.arange(len(rows))
+    return sum(int(rows.lengths(name, everything).sum()) * columns[name].nbytes for name in rows.config.ragged)
 
 
 def _of_buffer(rows: BufferRows) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 import os
 import struct
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,13 +17,14 @@ import torch
 from numpy.typing import NDArray
 
 from torchreplay import _C
-from torchreplay.checkpoint.description import ROW_COLUMNS, Description, RowsGone, with_rows
+from torchreplay.checkpoint.description import LENGTHS, ROW_COLUMNS, Description, RowsGone, lengths_of, with_rows
 from torchreplay.checkpoint.directory import NAME, unsealed
 from torchreplay.checkpoint.safetensors_io import DTYPES
 from torchreplay.errors import CheckpointError
 from torchreplay.files.rows import Positions, StoredRows, as_tensor, raw_dtype
 from torchreplay.schema.config import DAMAGED
 from torchreplay.schema.limiters import Limiter
+from torchreplay.schema.spec import Ragged
 from torchreplay.segment.regular_file import open_regular
 
 OPEN_SHARDS: Final = 64
@@ -121,8 +122,11 @@ class CheckpointRows(StoredRows):
         self.description, self.config, self.files = description, description.config, files
         self.limiter: Limiter = description.config.limiter
         self.head = int(description.counts[0])
-        self._names = dict(zip([*self.fields, *ROW_COLUMNS], description.columns, strict=True))
+        self._ragged = {"/".join(path): c for path, c in self.config.fields.items() if isinstance(c, Ragged)}
+        lengths = lengths_of(self.config)
+        self._names = dict(zip([*self.fields, *lengths, *ROW_COLUMNS], description.columns, strict=True))
         self._shard: Callable[[int], Shard] = lru_cache(OPEN_SHARDS)(lambda number: Shard.at(files[number]))
+        self._ends: Callable[[str, int], NDArray[np.int64]] = lru_cache(OPEN_SHARDS)(self._ends_of)
         keys = [self._stored("/key", number) for number in range(len(files))]
         self._starts = np.cumsum([0, *map(len, keys)])
         every = np.concatenate([np.empty(0, np.int64), *keys])
@@ -132,13 +136,51 @@ class CheckpointRows(StoredRows):
     def read(self, column: str, at: Positions) -> torch.Tensor:
         """Returns `[m, *shape]` of a column: a copy."""
         dtype, shape = self._kind(column)
-        stored = self._order[at]
         values = np.empty((len(at), *shape), raw_dtype(dtype))
-        shards = np.searchsorted(self._starts, stored, side="right") - 1
-        for number in np.unique(shards):
-            here = shards == number
-            values[here] = self._stored(column, int(number))[stored[here] - self._starts[number]]
+        for number, here, rows in self._by_shard(at):
+            values[here] = self._stored(column, number)[rows]
         return as_tensor(values, dtype)
+
+    def lengths(self, column: str, at: Positions) -> NDArray[np.int64]:
+        """Returns int64 `[m]`: how many elements the values of a ragged field have."""
+        lengths = np.empty(len(at), np.int64)
+        for number, here, rows in self._by_shard(at):
+            ends = self._ends(column, number)
+            lengths[here] = ends[rows + 1] - ends[rows]
+        return lengths
+
+    def read_ragged(self, column: str, at: Positions) -> list[torch.Tensor]:
+        """Returns m values `[length, *shape]` of a ragged field: copies."""
+        values: list[torch.Tensor] = [torch.empty(0)] * len(at)
+        for number, here, rows in self._by_shard(at):
+            ends, stored = self._ends(column, number), self._stored(column, number)
+            for place, row in zip(np.flatnonzero(here).tolist(), rows.tolist(), strict=True):
+                values[place] = as_tensor(np.array(stored[ends[row] : ends[row + 1]]), self._ragged[column].dtype)
+        return values
+
+    def _by_shard(self, at: Positions) -> Iterator[tuple[int, NDArray[np.bool_], NDArray[np.int64]]]:
+        """Yields the files that hold rows: number, which of the rows are in it, and their places there."""
+        stored = self._order[at]
+        shards = np.searchsorted(self._starts, stored, side="right") - 1
+        for number in np.unique(shards).tolist():
+            here = shards == number
+            yield number, here, stored[here] - self._starts[number]
+
+    def _ends_of(self, column: str, number: int) -> NDArray[np.int64]:
+        """Returns where the values of a ragged field end in a file, int64 `[rows + 1]`; the first is 0.
+
+        Raises:
+            CheckpointError: The lengths and the values do not fit.
+        """
+        lengths = self._stored(LENGTHS + (self._ragged[column].like or column), number)
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+        rows, elements = self._starts[number + 1] - self._starts[number], len(self._stored(column, number))
+        if len(lengths) != rows or ends[-1] != elements:
+            raise CheckpointError(
+                f"{self.description.shards[number][0]} is damaged: the lengths of {len(lengths):,} values of "
+                f"{column!r} add up to {ends[-1]:,}, expected {rows:,} and {elements:,}"
+            )
+        return ends
 
     def gone(self, at: Positions) -> NDArray[np.bool_]:
         """Returns that none is: a checkpoint's rows stay."""
@@ -161,6 +203,8 @@ class CheckpointRows(StoredRows):
     def _kind(self, column: str) -> tuple[torch.dtype, tuple[int, ...]]:
         if column in ROW_COLUMNS:
             return ROW_COLUMNS[column], ()
+        if column.startswith(LENGTHS):
+            return torch.uint32, ()
         field = list(self.config.fields.values())[self.fields.index(column)]
         return field.dtype, field.shape
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torchreplay.schema.spec import Column, Path, Ragged
+from torchreplay.schema.spec import Column, Path, Ragged, length_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,7 +42,7 @@ class PagedValues:
         self._words = np.ndarray(self._pages, np.uint64, memory, regions["page_words"])
         self._values = regions["pages"]
         self._ragged = {"/".join(path): field for path, field in fields.items() if isinstance(field, Ragged)}
-        leaders = list(dict.fromkeys(field.like or name for name, field in self._ragged.items()))
+        leaders = length_names(fields)
         self._group = {name: leaders.index(field.like or name) for name, field in self._ragged.items()}
         hidden = regions["fields"][len(fields) - len(self._ragged) :]
         self._run1 = self._column(np.dtype(np.uint64), *hidden[0])
@@ -62,6 +62,11 @@ class PagedValues:
         whole[row[bad]] = False
         found: NDArray[np.bool_] = whole
         return found
+
+    def lengths(self, name: str, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns int64 `[m]`, the lengths of a field's values in these slots; 0 for such as no writer writes."""
+        _, _, lengths, _ = self._runs(slots)
+        return lengths[self._group[name]]
 
     def read(self, name: str, slots: NDArray[np.int64]) -> list[torch.Tensor]:
         """Returns the values `[length, *shape]` of a field, copies: whole if the rows are intact before and after.

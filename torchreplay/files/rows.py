@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torchreplay.buffer.episodes import chains
 from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import priorities_of
-from torchreplay.schema.spec import nest
+from torchreplay.schema.spec import Field, nest
 
 Positions: TypeAlias = NDArray[np.int64]
 
@@ -44,6 +44,16 @@ class StoredRows(ABC):
             at: Positions in `keys`, int64 `[m]`.
         """
 
+    @abstractmethod
+    def lengths(self, column: str, at: Positions) -> NDArray[np.int64]:
+        """Returns int64 `[m]`: how many elements the values of a ragged field have.
+
+        Args:
+            column: The field's name.
+            at: Positions in `keys`, int64 `[m]`.
+        """
+
+    @abstractmethod
     def read_ragged(self, column: str, at: Positions) -> list[torch.Tensor]:
         """Returns m values `[length, *shape]` of a ragged field: copies.
 
@@ -51,7 +61,6 @@ class StoredRows(ABC):
             column: The field's name.
             at: Positions in `keys`, int64 `[m]`.
         """
-        raise ValueError(f"{column!r} is no ragged field")
 
     @abstractmethod
     def gone(self, at: Positions) -> NDArray[np.bool_]:
@@ -76,15 +85,19 @@ class StoredRows(ABC):
         raw = priorities_of(leaves.clamp(min=torch.finfo(torch.float32).tiny), self.config.sampler).float()
         return torch.where(leaves > 0, raw, torch.nan)
 
-    def chunks(self, row_bytes: int) -> Iterator[Positions]:
+    def chunks(self, row_bytes: int, ragged: Sequence[str] = ()) -> Iterator[Positions]:
         """Yields all positions, in pieces of at most `CHUNK_BYTES` and `CHUNK_ROWS`.
 
         Args:
-            row_bytes: Of what is read of a row.
+            row_bytes: Of what is read of a row, beside its ragged fields.
+            ragged: Those of its ragged fields that are read.
         """
         step = min(max(1, CHUNK_BYTES // max(1, row_bytes)), CHUNK_ROWS)
+        columns = dict(zip(self.fields, self.config.fields.values(), strict=True))
         for first in range(0, len(self), step):
-            yield np.arange(first, min(first + step, len(self)))
+            at = np.arange(first, min(first + step, len(self)))
+            nbytes = row_bytes + sum(self.lengths(name, at) * columns[name].nbytes for name in ragged)
+            yield from np.split(at, _cuts(np.broadcast_to(nbytes, len(at))))
 
     def episodes(self, unfinished: bool = False) -> Iterator[dict[str, Any]]:
         """Yields the episodes, as `ReplayBuffer.episodes` does, without those whose rows were overwritten meanwhile.
@@ -107,8 +120,21 @@ class StoredRows(ABC):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row's values."""
-        return sum(field.nbytes for field in self.config.fields.values())
+        """Bytes of a row's values, but for those of ragged fields."""
+        return sum(field.nbytes for field in self.config.fields.values() if isinstance(field, Field))
+
+
+def _cuts(nbytes: NDArray[np.int64]) -> list[int]:
+    """Returns where to cut rows of so many bytes into pieces of at most `CHUNK_BYTES`, or one row."""
+    ends, cuts = np.cumsum(nbytes), list[int]()
+    before = 0
+    while (cut := int(np.searchsorted(ends, before + CHUNK_BYTES, side="right"))) < len(ends):
+        cut = max(cut, cuts[-1] + 1 if cuts else 1)
+        if cut == len(ends):
+            break
+        cuts.append(cut)
+        before = int(ends[cut - 1])
+    return cuts
 
 
 def as_tensor(values: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:

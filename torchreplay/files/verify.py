@@ -50,7 +50,7 @@ def verify(rows: StoredRows) -> Verification:
     if rows.linked:
         _check_links(rows, found)
     values = _Values(rows)
-    pieces = list(rows.chunks(rows.row_bytes + 4))
+    pieces = list(rows.chunks(rows.row_bytes + 4, rows.config.ragged))
     for at in track(pieces, "reading every row"):
         before = rows.gone(at)
         values.look(at[~before])

@@ -243,15 +243,28 @@ class Config:
             raise ValueError(f"view is {view}: expected the buffer's own, which is {self.view}")
         return replace(self, view=self.view.with_functions_of(view))
 
-    def loaded_with(self, view: View | None, sampler: Sampler | None, capacity: int | None) -> Config:
+    def resized(self, capacity: int | None, ragged_bytes: int | None, view: View | None = None) -> Config:
+        """Returns the configuration with other sizes, and maybe another view; None: as it is.
+
+        Raises:
+            ValueError: `capacity` or `ragged_bytes` does not fit.
+        """
+        most = self.capacity if capacity is None else checked_int("capacity", capacity, 1, MAX_CAPACITY)
+        ragged = self.ragged_bytes if ragged_bytes is None else ragged_bytes
+        ragged = checked_ragged_bytes(ragged, self.fields, most)
+        return replace(self, view=view or self.view, capacity=most, ragged_bytes=ragged)
+
+    def loaded_with(
+        self, view: View | None, sampler: Sampler | None, capacity: int | None, ragged_bytes: int | None = None
+    ) -> Config:
         """Returns the configuration of a buffer that takes over the rows of one with this; None: as it was.
 
         Raises:
-            ValueError: The rows lack what `view` needs, or it has not the same functions; or `capacity` does not fit.
+            ValueError: The rows lack what `view` needs, or it has not the same functions; or `capacity` or
+                `ragged_bytes` does not fit.
             TypeError: `view` is no view, or `sampler` no sampler.
         """
-        most = self.capacity if capacity is None else checked_int("capacity", capacity, 1, MAX_CAPACITY)
-        config = replace(self, view=self._view_of_rows(view), capacity=most)
+        config = self.resized(capacity, ragged_bytes, self._view_of_rows(view))
         if sampler is None:
             return config.with_schedule(None)
         sampler = checked_kind("sampler", sampler, self.sampler, SAMPLERS)

@@ -221,6 +221,15 @@ def has_versions(columns: Mapping[Path, Column]) -> bool:
     return (VERSION,) in columns
 
 
+def length_names(columns: Mapping[Path, Column]) -> list[str]:
+    """Returns the names of the ragged fields whose lengths are kept: of those that are like each other the first one.
+
+    In this order the native core has the lengths of a row.
+    """
+    ragged = {"/".join(path): column for path, column in columns.items() if isinstance(column, Ragged)}
+    return list(dict.fromkeys(column.like or name for name, column in ragged.items()))
+
+
 def fixed_fields(columns: Mapping[Path, Column], what: str) -> dict[Path, Field]:
     """Returns the fields; raises ValueError where there are ragged ones, which `what` does not take."""
     if names := ragged_fields(columns):

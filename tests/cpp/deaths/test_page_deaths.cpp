@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 
+#include "checkpoint/import.h"
 #include "children.h"
 #include "invariants.h"
 #include "ragged.h"
@@ -161,7 +162,90 @@ uint64_t die_everywhere(const Body& body) {
   return deaths;
 }
 
+// The rows of a buffer, as a checkpoint has them.
+class SavedRows {
+ public:
+  explicit SavedRows(SegmentMemory& m) : key(kCapacity), leaf(kCapacity), link(kCapacity), step(kCapacity) {
+    Snapshot snapshot(m);
+    Snapshot::Measured found = snapshot.measure(0, kCapacity, 0, uint64_t{1} << 30);
+    number.resize(kCapacity);
+    priority.resize(kCapacity);
+    columns.values = {reinterpret_cast<char*>(number.data())};
+    columns.key = key.data();
+    columns.leaf = leaf.data();
+    columns.link = link.data();
+    columns.step = step.data();
+    columns.priority = priority.data();
+    for (size_t f = 0; f < values.size(); f++) {
+      values[f].resize(found.elements[f] * m.layout().ragged[f].nbytes);
+      columns.ragged.push_back(values[f].data());
+    }
+    for (auto& group : lengths) {
+      group.resize(kCapacity);
+      columns.lengths.push_back(group.data());
+    }
+    n = snapshot.copy_measured(columns, found.elements);
+    std::tie(counts, limiter) = snapshot.counts();
+  }
+
+  void restore(SegmentMemory& m) const {
+    RunPlan plan;
+    plan.expect(m.layout(), n, key.data(), {lengths[0].data(), lengths[1].data()});
+    Import import(m, counts.head, std::move(plan));
+    import.place(n, columns);
+    import.finish(counts, limiter, 0);
+  }
+
+  uint64_t rows() const { return n; }
+
+ private:
+  std::vector<int64_t> key;
+  std::vector<float> leaf;
+  std::vector<int64_t> link;
+  std::vector<int32_t> step;
+  std::vector<uint64_t> number;
+  std::vector<float> priority;
+  std::array<std::vector<char>, 3> values;
+  std::array<std::vector<uint32_t>, 2> lengths;
+  RowColumns columns;
+  uint64_t n = 0;
+  Counts counts{};
+  LimiterConfig limiter;
+};
+
 }  // namespace
+
+BOOST_AUTO_TEST_CASE(of_a_restore_that_dies_anywhere_all_rows_are_there_or_none_and_no_page_is_kept) {
+  const auto source = eventful();
+  const SavedRows saved(*source);
+  BOOST_REQUIRE(saved.rows() > 3U);
+  const auto empty = [] { return make_segment(ragged_plan(kCapacity, kPages * 64)); };
+  const auto points = rehearse([&](SegmentMemory&, Told&) { saved.restore(*empty()); });
+  for (const char* point : {"import.pages", "import.row", "import.placed", "pages.busy", "pages.done"})
+    BOOST_TEST(points.contains(point), point);
+  uint64_t none = 0, all = 0;
+  for (const auto& [point, count] : points)
+    for (uint64_t nth = 1; nth <= count; nth++) BOOST_TEST_CONTEXT(point << ", the " << nth << ". time") {
+        auto m = empty();
+        Child child([&] {
+          fault::arm(point, nth);
+          saved.restore(*m);
+        });
+        const int status = child.wait();
+        BOOST_REQUIRE((status == fault::kExitStatus || status == 0));  // 0: only making the segment came there
+        check(*m);
+        BOOST_REQUIRE((m->header().rows == 0U || m->header().rows == saved.rows()));
+        m->header().rows ? all++ : none++;
+        BOOST_REQUIRE(busy_pages(*m) == 0U);
+        if (m->header().rows == 0) saved.restore(*m);
+        check(*m);
+        BOOST_REQUIRE(m->header().rows == saved.rows());
+        go_on(*m);
+        check_end(*m);
+      }
+  BOOST_TEST(none > 50U);
+  BOOST_TEST(all > 10U);
+}
 
 BOOST_AUTO_TEST_CASE(a_writer_that_dies_anywhere_leaves_whole_rows_and_no_page_that_cannot_be_taken) {
   const auto points = rehearse(write_rows);
