@@ -393,7 +393,7 @@ def _turn(store: Store, n: int) -> tuple[float, float]:
 
 
 class Copy:
-    """A plain copy of the rollouts into one piece of memory, all of which was written before.
+    """A plain copy of the rollouts into one piece of memory that was written before.
 
     Args:
         traffic: Which rollouts.

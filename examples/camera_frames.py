@@ -185,8 +185,9 @@ def learn(args: Args, form: str) -> dict[str, str]:
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     envs = gym.vector.SyncVectorEnv([lambda: Catch(args.size)] * args.num_envs)
-    pictures = {} if form == "raw" else {"obs": tr.Ragged(torch.uint8)}  # bytes, of any number
-    spec, room = tr.spec_from_env(envs) | pictures, args.capacity * args.size**2 * 3 if pictures else None
+    share = {"png": 0.7, "jpeg": 0.2}.get(form)  # bytes beside those of pixels; where they are too few old rows go
+    spec = tr.spec_from_env(envs) | ({"obs": tr.Ragged(torch.uint8)} if share else {})
+    room = int(args.capacity * args.size**2 * 3 * share) if share else None
     view, limiter = tr.Transitions(args.n_step, args.gamma), tr.MinSize(args.learning_starts)
     buffer = tr.ReplayBuffer(spec, args.capacity, view=view, limiter=limiter, seed=args.seed, ragged_bytes=room)
     q = QNetwork()
@@ -194,9 +195,8 @@ def learn(args: Args, form: str) -> dict[str, str]:
     target = copy.deepcopy(q).requires_grad_(False)
     optimizer = torch.optim.Adam(q.parameters(), lr=args.learning_rate)
     curves = SummaryWriter(f"runs/camera_frames-{form}-seed{args.seed}", purge_step=0) if args.tensorboard else None
-    monitor = tr.Monitor(buffer, curves)
 
-    began, step, mean_return = time.monotonic(), 0, 0.0
+    monitor, began, step, mean_return = tr.Monitor(buffer, curves), time.monotonic(), 0, 0.0
     dataset, workers = tr.ReplayDataset(buffer, args.batch_size), 0 if form == "raw" else args.workers
     batches = iter(DataLoader(dataset, batch_size=None, collate_fn=decoded, num_workers=workers))
     writer, (obs, _) = buffer.writer(envs), envs.reset(seed=args.seed)

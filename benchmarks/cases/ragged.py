@@ -56,19 +56,18 @@ def _round(plan: Plan, peer: str) -> Figures:
 def _line(
     rounds: list[dict[str, Figures]], what: str, name: str, unit: str, divisor: float, higher_is_better: bool = True
 ) -> Line:
-    """Leaves candidates out that have no such figure in any round. A round that failed has done nothing."""
-    nothing = 0.0 if higher_is_better else float("inf")
+    """Leaves candidates out that have no such figure. A round that failed has done nothing."""
+    failed = 0 if higher_is_better else None
     samples = {
-        peer: [_rate(figures[peer], what, nothing) / divisor for figures in rounds]
+        peer: [_rate(figures[peer], what) / divisor for figures in rounds]
         for peer in rounds[0]
-        if not any(figures[peer].get(what, 0) is None for figures in rounds)
+        if not any(figures[peer].get(what, failed) is None for figures in rounds)
     }
     return Line("ragged", name, unit, samples, higher_is_better)
 
 
-def _rate(figures: Figures, what: str, nothing: float = 0.0) -> float:
-    found = figures.get(what)
-    return nothing if found is None else found
+def _rate(figures: Figures, what: str) -> float:
+    return figures.get(what) or 0.0
 
 
 def _small(plan: Plan) -> Iterator[Line]:
