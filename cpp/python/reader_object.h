@@ -68,6 +68,7 @@ inline void put_counts(segment::DictBuilder& d, const SegmentFacts& f) {
   d.put<"redraws">(f.redraws);
   d.put<"dropped_rows">(f.dropped_rows);
   d.put<"drawable">(f.drawable);
+  d.put<"ragged_fill">(f.ragged_fill);
 }
 
 // facts() -> dict: what the segment has counted, and who takes part. Times are in seconds.
