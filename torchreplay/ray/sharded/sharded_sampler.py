@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import islice
 from typing import Any, Final
@@ -88,7 +89,14 @@ class ShardedSampler(BatchSource):
         self.shards.require_open()
         return SampleRequestStream(self, spec)
 
-    def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
+    def staging(
+        self,
+        batch_size: int,
+        prefetch: int,
+        device: torch.device,
+        pin: Pin | None,
+        budget: Mapping[str, int] | None = None,
+    ) -> Staging | None:
         """Returns what takes batches to a CUDA device while the learner computes; None: each is copied by itself.
 
         Raises:
@@ -96,6 +104,8 @@ class ShardedSampler(BatchSource):
         """
         if pin == "ring":
             raise ValueError('pin="ring" page-locks the memory of a ReplayBuffer: expected another for a ShardedReplay')
+        if self.config.ragged:  # each such batch is of another size, which the shards find out
+            return None
         return None if pin == "off" else Staging(self.config, batch_size, prefetch, DeviceCopies(device))
 
     def draw(self, n: int, beta: Schedule | None, wait: Wait) -> ReplayBatch:
