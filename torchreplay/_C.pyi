@@ -1,7 +1,7 @@
 """The native core's own interface; `ReplayBuffer`, `Writer` and `SharedWeights` are the public faces."""
 
 from collections.abc import Callable
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -10,7 +10,15 @@ from typing_extensions import Buffer
 from torchreplay.schema.batch import ReplayBatch
 
 NativeFields = list[tuple[Any, ...]]  # (path, element, shape); of ragged fields also whose length they have
-Into = ReplayBatch | tuple[int, ...] | None  # what a batch is drawn into, or the most elements of its ragged fields
+
+class Room(Protocol):  # memory for a batch, and for its values of any length; a draw says in `drawn` how many there are
+    batch: ReplayBatch
+    block: Tensor
+    limits: tuple[int, ...] | None
+    drawn: Any  # (items, bytes, [places of each ragged field], block)
+
+# What a batch is drawn into, or the most elements of its ragged fields.
+Into = ReplayBatch | Room | tuple[int, ...] | None
 DrawnFrom = tuple[float, int, float, float]  # total, drawable, smallest, beta
 LimiterRule = tuple[int, float, float, float, int, int]  # min_size, ratio, min_diff, max_diff, inserted_before, cleared
 Shortage = tuple[str, int, int, int, int]  # "wait", "barren", "stopped" or "lapped"; inserted, needed, drawable, seen

@@ -86,6 +86,9 @@ class PrefetchStream {
   // How many of the oldest batches are drawn, and not taken.
   size_t ready() const { return has_thread() ? prefetcher_->finished() : 0; }
 
+  // What the oldest of them is drawn into, where there is one.
+  Memory& oldest() { return orders_.front().memory; }
+
   // Of the batch taken last.
   const DrawnFrom& drawn_from() const { return drawn_from_; }
 

@@ -5,8 +5,8 @@
 #include <memory>
 #include <optional>
 
-#include "absorb/pages_in_use.h"
 #include "client/attachment.h"
+#include "segment/pages_in_use.h"
 
 namespace torchreplay {
 
@@ -82,8 +82,10 @@ struct SegmentStats {
     smallest_leaf = drawable ? tree.min() : 0.0;
     held_items = h.held, dropped_items = h.dropped_items, expired_items = h.expired_items;
     ragged_bytes = m.layout().pages.count * m.layout().pages.bytes;
-    ragged_fill =
-        m.has_pages() ? static_cast<double>(pages_in_use(m)) / static_cast<double>(m.layout().pages.count) : 0;
+    ragged_fill = m.has_pages() ? static_cast<double>(pages_in_use(
+                                      m, m.header().page_head.load(std::memory_order_acquire), m.header().absorbed)) /
+                                      static_cast<double>(m.layout().pages.count)
+                                : 0;
     const std::optional<uint64_t> oldest = oldest_of_queue(m);
     oldest_age = oldest ? static_cast<double>(Claims(m).age(*oldest)) * 1e-3 : -1;
   }

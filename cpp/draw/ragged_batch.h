@@ -105,6 +105,9 @@ class RaggedBatch {
   char* given = nullptr;
   uint64_t given_bytes = 0;
 
+  // Bytes to which places are rounded up: as what CUDA gives memory, so that copies there are as well aligned.
+  static constexpr uint64_t kApart = 256;
+
   // What a draw sets: of each output and each group of the plan.
   std::vector<Values> values;
   std::vector<Lengths> lengths;
@@ -126,7 +129,7 @@ class RaggedBatch {
   // it has moved from there what stays; nullptr if there is none. `again`: what is given holds values that stay.
   Block* allocate(const std::vector<uint64_t>& value_bytes, const std::vector<int64_t>& counts, bool again) {
     bytes_ = 0;
-    const auto place = [this](uint64_t bytes) { return std::exchange(bytes_, bytes_ + round_up(bytes, kLine)); };
+    const auto place = [this](uint64_t bytes) { return std::exchange(bytes_, bytes_ + round_up(bytes, kApart)); };
     std::vector<uint64_t> at;
     at.reserve(value_bytes.size() + 2 * counts.size());
     for (const uint64_t bytes : value_bytes) at.push_back(place(bytes));

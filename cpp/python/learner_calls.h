@@ -25,6 +25,67 @@ inline PyObject* make_batch(SegmentObject& s, BatchBuilder& builder) {
   return batch.release();
 }
 
+// What a batch is drawn into: memory of ours; or that of the tensors of a batch that was given; or that of a room,
+// which has such a batch and memory for values of any length.
+class BatchMemory {
+ public:
+  // `out` is None, or a tuple of limits as for sample(), or a batch to draw into, or a room: the caller keeps both.
+  BatchMemory(const AttachedSegment& segment, int n, PyObject* out) : segment_(&segment), n_(n) {
+    if (out == Py_None || PyTuple_Check(out)) {
+      builder_ = std::unique_ptr<BatchBuilder>(new BatchBuilder(segment.new_batch(n)));
+      if (out != Py_None) builder_->limit(out);
+    } else if (PyDict_Check(out)) {
+      given_ = Ref::borrow(out);
+      refuse_ragged(segment.outputs());
+    } else {
+      given_ = Ref(checked(PyObject_GetAttrString(out, "batch")));
+      if (!PyDict_Check(given_.get())) throw std::invalid_argument("the batch of a room is no dict");
+      room_ = std::make_unique<GivenRoom>(segment.outputs(), segment.ragged_outputs, out);
+    }
+  }
+
+  // Whether exactly `n` items are drawn.
+  bool takes_all() const { return given_ && !room_; }
+
+  void point(BatchPointers& out) const {
+    if (builder_) return builder_->point(out);
+    const Fields& outputs = segment_->outputs();
+    GivenBatch(outputs, segment_->has_versions(), n_, given_.get(), reserved_names()).point(out);
+    if (!room_) return;
+    out.ragged = room_->ragged();
+    if (!segment_->linked()) keep_fixed(out, outputs);
+  }
+
+  // Says in the room, if there is one, what was drawn.
+  void tell() const {
+    if (room_) room_->tell();
+  }
+
+  // The batch, of so many items.
+  PyObject* batch(SegmentObject& s, int64_t items) {
+    if (builder_) {
+      builder_->shrink(items);
+      return make_batch(s, *builder_);
+    }
+    tell();
+    sign(s, given_.get());
+    return Py_NewRef(given_.get());
+  }
+
+ private:
+  static void refuse_ragged(const Fields& outputs) {
+    if (!outputs.ragged.empty())
+      throw std::invalid_argument("out cannot take the batch: '" + outputs.specs[outputs.ragged[0]].path +
+                                  "' is Ragged, and each batch of such is of another size; leave out= out");
+  }
+
+  const AttachedSegment* segment_;
+  int n_;
+  std::unique_ptr<BatchBuilder> builder_;
+  Ref given_;
+  std::unique_ptr<GivenRoom> room_;
+};
+
 // Why there is no batch: (word, inserted, needed, drawable, seen), the word being "wait", "barren", "stopped", "lapped"
 // or "over". wait_rows() takes `seen`.
 inline PyObject* explain(Draw outcome, const Shortage& shortage) {
@@ -55,30 +116,22 @@ PyObject* sample_and(const char* name, PyObject* self, PyObject* const* args, Py
     const Patience patience{as_int(args[2]), true};
     const std::shared_ptr<AttachedSegment> attached = s.attached();
     const int threads = threads_for(attached->outputs(), n);
-    BatchPointers pointers;
-    if (args[3] == Py_None || PyTuple_Check(args[3])) {
-      BatchBuilder builder = attached->new_batch(n);
-      if (args[3] != Py_None) builder.limit(args[3]);
-      builder.point(pointers);
-      const DrawResult result = s.learner->draw(n, beta, patience, pointers, threads, last_epoch, queue);
-      builder.shrink(result.count);
-      return give(result.outcome == Draw::kDone ? make_batch(s, builder) : nullptr, result);
-    }
-    if (nargs == 5) throw std::invalid_argument("a batch of an epoch goes into memory of its own");
-    if (queue.at_least && queue.at_least < n)
+    BatchMemory memory(*attached, n, args[3]);
+    if (memory.takes_all() && nargs == 5)
+      throw std::invalid_argument("a batch of an epoch goes into memory of its own");
+    if (memory.takes_all() && queue.at_least && queue.at_least < n)
       throw std::invalid_argument(
           "a batch that may be shorter goes into memory of its own: leave out= or at_least= out");
-    GivenBatch given(attached->outputs(), attached->has_versions(), n, args[3], reserved_names());
-    given.point(pointers);
-    const DrawResult result = s.learner->draw(n, beta, patience, pointers, threads, kNever, queue);
-    if (result.outcome != Draw::kDone) return give(nullptr, result);
-    sign(s, args[3]);
-    return give(Py_NewRef(args[3]), result);
+    BatchPointers pointers;
+    memory.point(pointers);
+    const DrawResult result = s.learner->draw(n, beta, patience, pointers, threads, last_epoch, queue);
+    return give(result.outcome == Draw::kDone ? memory.batch(s, result.count) : nullptr, result);
   });
 }
 
 // sample(n, beta, deadline, out, [last_epoch] or [at_least, loop, ends]) -> batch, which is `out` where that is one, or
-// what explain() says. `out` may be a tuple of the most elements of each ragged output, or None. `last_epoch` as in
+// what explain() says. `out` may be a tuple of the most elements of each ragged output, or a room, or None: see
+// BatchMemory. Of a room the batch is that which it has, of which the items are told. `last_epoch` as in
 // DrawRules, the others, of a queue, as in QueueDraw.
 inline PyObject* sample(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return sample_and("sample", self, args, nargs, [](PyObject* batch, const DrawResult& result) {

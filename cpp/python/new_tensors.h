@@ -95,6 +95,24 @@ struct KeyTensor {
   int64_t* keys;
 };
 
+// Values of one size only, where a batch is rows: as the core counts them then.
+inline void keep_fixed(BatchPointers& out, const Fields& fields) {
+  for (size_t c = 0; c < fields.fixed.size(); c++) out.values[c] = out.values[fields.fixed[c]];
+  out.values.resize(fields.fixed.size());
+}
+
+// The most elements that a batch may have, from a tuple of one number for each of its ragged outputs; -1: any.
+inline void set_budget(RaggedBatch* batch, const RaggedPlan& plan, PyObject* limits) {
+  if (!batch || PyTuple_Size(limits) != static_cast<Py_ssize_t>(plan.outputs.size()))
+    throw std::invalid_argument("a budget has a limit for each ragged field of a batch");
+  batch->budget.assign(plan.groups.size(), -1);
+  for (size_t o = 0; o < plan.outputs.size(); o++) {
+    const int64_t most = as_int(PyTuple_GetItem(limits, static_cast<Py_ssize_t>(o)));
+    int64_t& own = batch->budget[plan.outputs[o].group];
+    if (most >= 0 && (own < 0 || most < own)) own = most;
+  }
+}
+
 // A batch under construction: one block of memory, one tensor per output. The draw gets another block for values of
 // any length.
 class BatchBuilder {
@@ -126,22 +144,11 @@ class BatchBuilder {
     point_at(out, fields_.specs.size(), has_age_, value_bytes_, [&](size_t output) { return at(output); });
     if (!ragged_) return;
     out.ragged = ragged_.get();
-    if (of_items_) return;
-    for (size_t c = 0; c < fields_.fixed.size(); c++) out.values[c] = at(fields_.fixed[c]);
-    out.values.resize(fields_.fixed.size());
+    if (!of_items_) keep_fixed(out, fields_);
   }
 
-  // The most elements that it may have, from a tuple of one number for each of its ragged outputs; -1: any.
-  void limit(PyObject* limits) {
-    if (!ragged_ || PyTuple_Size(limits) != static_cast<Py_ssize_t>(plan_.outputs.size()))
-      throw std::invalid_argument("a budget has a limit for each ragged field of a batch");
-    ragged_->budget.assign(plan_.groups.size(), -1);
-    for (size_t o = 0; o < plan_.outputs.size(); o++) {
-      const int64_t most = as_int(PyTuple_GetItem(limits, static_cast<Py_ssize_t>(o)));
-      int64_t& own = ragged_->budget[plan_.outputs[o].group];
-      if (most >= 0 && (own < 0 || most < own)) own = most;
-    }
-  }
+  // The most elements that it may have, as set_budget() says.
+  void limit(PyObject* limits) { set_budget(ragged_.get(), plan_, limits); }
 
   // Hands out the first n items only.
   void shrink(int64_t n) { n_ = n; }

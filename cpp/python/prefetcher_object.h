@@ -6,21 +6,6 @@
 
 namespace torchreplay::py {
 
-// What an ordered batch is drawn into: memory of ours, or that of the tensors of a batch that was given.
-struct BatchMemory {
-  const AttachedSegment* segment;
-  int n;
-  std::unique_ptr<BatchBuilder> builder;
-  Ref given;
-
-  void point(BatchPointers& out) const {
-    if (builder)
-      builder->point(out);
-    else
-      GivenBatch(segment->outputs(), segment->has_versions(), n, given.get(), segment::reserved_names()).point(out);
-  }
-};
-
 struct PrefetcherObject {
   PrefetcherObject(PyObject* object, SegmentObject& s, int size, uint64_t last_epoch, uint64_t loop)
       : owner(Ref::borrow(object)),
@@ -31,20 +16,13 @@ struct PrefetcherObject {
   Ref owner;
   std::shared_ptr<AttachedSegment> attached;
   int batch_size;
-  PrefetchStream<BatchMemory> stream;
+  PrefetchStream<segment::BatchMemory> stream;
 
   SegmentObject& segment() { return state_of<SegmentObject>(owner.get()); }
 
-  // `out` is None, or a tuple of limits as for sample(), or a batch to draw into, whose tensors the caller keeps until
-  // it is taken or this is closed.
+  // `out` as for BatchMemory; the caller keeps it until the batch is taken or this is closed.
   void order(double beta, PyObject* out) {
-    BatchMemory memory{attached.get(), batch_size, nullptr, Ref()};
-    if (out == Py_None || PyTuple_Check(out))
-      memory.builder = std::unique_ptr<BatchBuilder>(new BatchBuilder(attached->new_batch(batch_size)));
-    else
-      memory.given = Ref::borrow(out);
-    if (PyTuple_Check(out)) memory.builder->limit(out);
-    stream.order(beta, std::move(memory), threads_for(attached->outputs(), batch_size));
+    stream.order(beta, segment::BatchMemory(*attached, batch_size, out), threads_for(attached->outputs(), batch_size));
   }
 
   // The oldest batch; None when it is not drawn yet; or what explain() says.
@@ -53,13 +31,15 @@ struct PrefetcherObject {
     if (taken.outcome == Draw::kWait && !taken.shortage) return Py_NewRef(Py_None);
     if (taken.outcome != Draw::kDone || !taken.memory)
       return segment::explain(taken.outcome, taken.shortage.value_or(Shortage{}));
-    BatchMemory memory = std::move(*taken.memory);
-    if (memory.builder) {
-      memory.builder->shrink(taken.count);
-      return segment::make_batch(segment(), *memory.builder);
-    }
-    segment::sign(segment(), memory.given.get());
-    return memory.given.release();
+    segment::BatchMemory memory = std::move(*taken.memory);
+    return memory.batch(segment(), taken.count);
+  }
+
+  // How many of the oldest batches are drawn, and not taken. The room of the first one says what was drawn into it.
+  size_t ready() {
+    const size_t n = stream.ready();
+    if (n) stream.oldest().tell();
+    return n;
   }
 
   // [(step, keys, weight, probability, drawn_from)]: the batches that are drawn and not taken, as bytes.
@@ -96,7 +76,7 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
   }));
 }
 
-// order(beta, out): has one more batch drawn, into the tensors of the batch `out` unless that is None.
+// order(beta, out): has one more batch drawn; `out` as for sample().
 inline PyObject* order(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return method<PrefetcherObject>(self, [&](PrefetcherObject& s) {
     expect_args("order", nargs, 2);
@@ -104,8 +84,8 @@ inline PyObject* order(PyObject* self, PyObject* const* args, Py_ssize_t nargs) 
   });
 }
 
-// take(ns) -> the oldest batch ordered, which is its `out` where it had one; None when it is not drawn after that time;
-// or what explain() says.
+// take(ns) -> the oldest batch ordered, which is that of its `out` where it had one; None when it is not drawn after
+// that time; or what explain() says.
 inline PyObject* take(PyObject* self, PyObject* ns) {
   return method<PrefetcherObject>(self, [&](PrefetcherObject& s) { return s.take(as_int(ns)); });
 }
@@ -131,8 +111,7 @@ inline PyMethodDef methods[] = {
     {"take", take, METH_O, nullptr},
     {"next", fast(next), METH_FASTCALL, nullptr},
     {"accept", accept, METH_O, nullptr},
-    // ready() -> how many of the oldest batches are drawn, and not taken.
-    {"ready", plain_method<Object, [](Object& s) { return s.stream.ready(); }>, METH_NOARGS, nullptr},
+    {"ready", plain_method<Object, [](Object& s) { return s.ready(); }>, METH_NOARGS, nullptr},
     {"drawn", plain_method<Object, [](Object& s) { return s.drawn(); }>, METH_NOARGS, nullptr},
     {"close", plain_method<Object, [](Object& s) { s.stream.close(); }>, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};

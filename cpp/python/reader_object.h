@@ -73,6 +73,7 @@ inline void put_counts(segment::DictBuilder& d, const SegmentFacts& f) {
   d.put<"aged">(f.aged);
   d.put<"age_max">(f.largest_age);
   d.put<"expired_items">(f.expired_items);
+  d.put<"ragged_fill">(f.ragged_fill);
 }
 
 // facts() -> dict: what the segment has counted, and who takes part. Times are in seconds.

@@ -12,6 +12,7 @@
 
 #include "segment/format.h"
 #include "segment/liveness.h"
+#include "segment/pages_in_use.h"
 #include "segment/weights_memory.h"
 
 namespace torchreplay {
@@ -35,6 +36,7 @@ struct SegmentFacts {
       redraws, dropped_rows;
   uint64_t insert_wait_ns, sample_wait_ns;
   uint64_t drawable;
+  double ragged_fill;  // the share of the pages that rows have
   float max_raw;
   bool stopped, importing;
   int32_t holder_pid;  // of the lock; 0: nobody
@@ -114,6 +116,7 @@ class SegmentReader {
     f.expired_items = plain(h.expired_items);
     f.limiter = limiter();
     f.dropped_rows = load(file().dropped_rows);
+    read_pages(f);
     read_tree(f);
     read_participants(f);
     return f;
@@ -162,6 +165,26 @@ class SegmentReader {
   void read_tree(SegmentFacts& f) const {
     const PriorityTree tree(static_cast<int64_t>(layout().capacity), const_cast<char*>(base_ + layout().tree));
     f.drawable = static_cast<uint64_t>(std::max<int64_t>(0, tree.count()));
+  }
+
+  // What pages_in_use() asks for, read without the lock.
+  struct Looked {
+    const SegmentReader& reader;
+    const Layout& layout() const { return reader.layout(); }
+    template <class T>
+    T read(uint64_t region, uint64_t index) const {
+      return __atomic_load_n(reinterpret_cast<const T*>(reader.base_ + region) + index, __ATOMIC_RELAXED);
+    }
+    uint64_t at(uint64_t slot) const { return read<uint64_t>(layout().at, slot); }
+    uint64_t run1(uint64_t slot) const { return read<uint64_t>(layout().pages.runs, slot); }
+    uint64_t owner1(uint64_t page) const { return read<uint32_t>(layout().pages.owners, page); }
+  };
+
+  void read_pages(SegmentFacts& f) const {
+    const uint64_t pages = layout().pages.count;
+    if (pages == 0) return;
+    const uint64_t used = pages_in_use(Looked{*this}, load(header().page_head), f.absorbed);
+    f.ragged_fill = static_cast<double>(std::min(used, pages)) / static_cast<double>(pages);
   }
 
   void read_participants(SegmentFacts& f) const {

@@ -5,7 +5,6 @@ import multiprocessing
 import re
 import warnings
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -384,7 +383,6 @@ def test_parts_that_know_fields_of_one_shape_alone_refuse_others_with_their_name
     buffer.writer().append(**row())
     calls = {
         "torchreplay.ops": lambda: Ring(buffer),
-        "tr.check": lambda: tr.check(gymnasium.make("CartPole-v1"), buffer),
         "sampler=Fifo": lambda: tr.ReplayBuffer(TOKENS, 10, ragged_bytes=4096, sampler=tr.Fifo()),
     }
     for what, call in calls.items():

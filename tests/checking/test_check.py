@@ -8,7 +8,8 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from small_environments import FinalArrays, Goal, Rich, Scripted
+from ragged_model import split
+from small_environments import FinalArrays, Goal, Rich, Scripted, Spoken
 
 import torchreplay as tr
 
@@ -60,6 +61,35 @@ def test_nested_observations_and_actions_come_back_in_every_view_and_autoreset_m
     assert report.episodes >= 8
     assert report.rows >= report.items > 8
     assert {"obs/deep/0", "obs/deep/1", "obs/image", "action/turn", "reward"} <= set(report.fields)
+
+
+OF_ANY_LENGTH = [
+    tr.Rows(),
+    tr.Transitions(2),
+    tr.Sequences(3),
+    tr.Transitions(stack={"obs/says": 2, "obs/graph/nodes": 3}),
+]
+
+
+def ragged_buffer_for(env, view):
+    """Its own fields have the lengths of another, of an action, or of observations."""
+    more = {
+        "logprob": tr.Ragged(torch.float32, like="action"),
+        "state": tr.Ragged(torch.bfloat16, (2,)),
+        "kind": tr.Ragged("int8", like="state"),
+    }
+    spec = tr.spec_from_env(env, next_obs=isinstance(view, tr.Rows)) | more
+    return tr.ReplayBuffer(spec, 32, view=view, sampler=tr.Prioritized(), ragged_bytes=1 << 16)
+
+
+@modes
+@pytest.mark.parametrize("view", OF_ANY_LENGTH, ids=repr)
+def test_values_of_any_length_come_back_in_every_view_and_autoreset_mode(view, mode):
+    env = made(Spoken, mode)
+    report = tr.check(env, ragged_buffer_for(env, view), episodes=8)
+    assert report.rows >= report.items > 8
+    assert {"obs/says", "obs/graph/edge_links", "action", "logprob", "kind"} <= set(report.fields)
+    assert report.filled == ("logprob", "state", "kind")
 
 
 @modes
@@ -334,6 +364,82 @@ def test_any_entry_that_comes_back_changed_is_named_with_its_key(kind, view, mon
         assert "of the item at key " in text
         assert "(episode " in text
         assert "expected" in text
+
+
+def ragged_again(batch, path, change):
+    """Returns the batch with other values in a ragged field: what `change` makes of a list of arrays."""
+    values = [torch.as_tensor(value) for value in change(split(batch, path))]
+    names = path.split("/")
+    for of, new in (
+        ("", torch.cat(values)),
+        ("offsets", offsets_of(values)),
+        ("lengths", lengths_of(batch, path, values)),
+    ):
+        level = batch[of] if of else batch
+        for name in names[:-1]:
+            level = level[name]
+        level[names[-1]] = new
+    return batch
+
+
+def offsets_of(values):
+    return torch.tensor([0, *np.cumsum([len(value) for value in values])], dtype=torch.int32)
+
+
+def lengths_of(batch, path, values):
+    return torch.tensor([len(value) for value in values]).view(batch.lengths(path).shape)
+
+
+def with_the_first_of_two(change):
+    """Has the first value of two elements or more be what `change` makes of it."""
+
+    def changed(values):
+        place = next(i for i, value in enumerate(values) if len(value) > 1)
+        return [*values[:place], change(values[place]), *values[place + 1 :]]
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "text"),
+    [
+        ("logprob", with_the_first_of_two(lambda value: np.roll(value, 1)), "expected"),
+        ("obs/says", with_the_first_of_two(lambda value: value[:-1]), "elements: expected"),
+        ("obs/seen", with_the_first_of_two(lambda value: value[1:]), "elements: expected"),
+        ("obs/graph/nodes", with_the_first_of_two(lambda value: value[:, ::-1].copy()), "expected"),
+        ("action", lambda values: [*values[3:], *values[:3]], "expected"),
+    ],
+    ids=["shifted", "cut", "cut in front", "exchanged", "of others"],
+)
+@pytest.mark.parametrize("view", OF_ANY_LENGTH[:3], ids=repr)
+def test_values_of_any_length_that_come_back_changed_are_named_with_their_key(view, path, change, text, monkeypatch):
+    buffer = ragged_buffer_for(Spoken(), view)
+    tampering(monkeypatch, lambda batch: ragged_again(batch, path, change))
+    found = refusal(Spoken(), buffer)
+    assert found.startswith(f"entry '{path}'")
+    assert "of the item at key " in found
+    assert text in found
+
+
+def test_values_that_come_back_under_the_name_of_another_field_are_named(monkeypatch):
+    def exchanged(batch):
+        for of in (batch, batch["offsets"], batch["lengths"]):
+            of["obs"]["says"], of["action"] = of["action"], of["obs"]["says"]
+        return batch
+
+    buffer = ragged_buffer_for(Spoken(), tr.Rows())
+    tampering(monkeypatch, exchanged)
+    assert refusal(Spoken(), buffer).startswith("entry 'obs/says' of the item at key 0 (episode 0, step 0)")
+
+
+def test_offsets_that_are_not_those_of_the_lengths_are_named(monkeypatch):
+    def with_other_lengths(batch):
+        batch["lengths"]["state"] = batch["lengths"]["state"].flip(0)
+        return batch
+
+    buffer = ragged_buffer_for(Spoken(), tr.Rows())
+    tampering(monkeypatch, with_other_lengths)
+    assert "the offsets and the lengths of entry 'state' do not agree" in refusal(Spoken(), buffer)
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,26 @@ def test_list_as_json_has_all_figures(run, call):
     assert one["trouble"] == ""
 
 
+def test_list_and_watch_show_both_measures_of_a_buffer_with_values_of_any_length(call):
+    spec = {"tokens": tr.Ragged(torch.uint8)}
+    name = f"ragged {os.getpid()}"
+    with tr.ReplayBuffer(spec, 1000, ragged_bytes=1 << 20, name=name) as buffer, make() as other:
+        buffer.extend(tokens=[b"x" * 5000] * 100)
+        buffer.extend(tokens=[b"x" * 5000] * 50)
+        buffer.sample(4)
+        fill = buffer.stats().ragged_fill
+        assert 0.7 < fill < 0.8
+        lines = call("list").output.splitlines()
+        told = next(line for line in lines if name in line)
+        assert "150 / 1.00 k" in told
+        assert f"{100 * fill:.0f} % of 1.00 MiB" in told
+        assert " - " in next(line for line in lines if other.name in line)
+        entry = next(entry for entry in json.loads(call("list", "--json").output) if entry["name"] == name)
+        assert (entry["ragged_bytes"], entry["ragged_fill"]) == (1 << 20, fill)
+        line = call("watch", name, "--plain", "--seconds", 0.3, "--interval", 0.1).output.splitlines()[0]
+        assert f"150/1,000 rows, values {100 * fill:.0f} % of 1.00 MiB" in line
+
+
 def test_list_without_a_buffer_says_what_to_do(monkeypatch, call):
     monkeypatch.setattr("torchreplay.monitoring.survey.shared_files", list)
     assert "start yours" in call("list").output

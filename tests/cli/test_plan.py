@@ -70,3 +70,54 @@ def test_what_cannot_be_planned_is_refused_in_a_sentence(arguments, expected):
     result = run(*arguments)
     assert result.exit_code == 2
     assert expected in " ".join(result.output.split())
+
+
+OF_TOKENS = ("--view", "rows", "--ragged", "tokens:int32=800,32000", "--ragged", "logprob:float32=tokens")
+TOKENS = {"tokens": tr.Ragged(torch.int32), "logprob": tr.Ragged(torch.float32, like="tokens"), "reward": tr.Field()}
+
+
+def test_bytes_for_values_of_any_length_follow_from_their_mean_and_their_largest_length():
+    told = planned(*OF_TOKENS, "--field", "reward:float32", "--capacity", 1000)
+    room = told["ragged_bytes"]
+    with tr.ReplayBuffer(TOKENS, 1000, sampler=tr.Prioritized(), ragged_bytes=room) as buffer:
+        assert told["footprint"]["nbytes"] == buffer.nbytes
+        for length in [800] * 999 + [1000]:
+            buffer.extend(tokens=[[1] * length], logprob=[[0.5] * length], reward=[1.0])
+        assert len(buffer) == 1000
+        buffer.extend(tokens=[[1] * 32_000], logprob=[[0.5] * 32_000], reward=[1.0])  # which fits into a quarter
+    assert 1000 * 800 * 8 < room < 1.1 * 1000 * 800 * 8 + 32_000 * 8
+
+
+def test_as_many_rows_as_fit_into_memory_are_found():
+    told = planned(*OF_TOKENS, "--field", "reward:float32", "--memory", "64MiB")
+    rows = told["footprint"]["capacity"]
+    assert told["footprint"]["nbytes"] <= 64 << 20
+    more = planned(*OF_TOKENS, "--field", "reward:float32", "--capacity", rows + 1)
+    assert more["footprint"]["nbytes"] > 64 << 20
+    fixed = planned("--view", "rows", "--field", "x:float32:100", "--memory", "1GB")["footprint"]
+    assert 0.99e9 < fixed["nbytes"] <= 1e9
+
+
+def test_the_text_names_the_bytes_for_values_of_any_length():
+    output = run(*OF_TOKENS, "--capacity", 1000).output
+    assert "for values of any length: ragged_bytes=" in output
+    assert "page words and marks" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--capacity", 10, "--ragged", "tokens:int32=800"], "expected NAME:DTYPE:SHAPE=MEAN,LARGEST"),
+        (["--capacity", 10, "--ragged", "tokens:int32=80,8"], "expected a mean of 0 to the largest length"),
+        (["--capacity", 10, "--ragged", "logprob:float32=tokens"], "no field of the spec"),
+        (["--capacity", 10, "--memory", "1GiB", "--field", "x:float32"], "--capacity or --memory"),
+        (["--field", "x:float32"], "--capacity or --memory"),
+        (["--field", "x:float32", "--memory", "1KiB"], "not even the 1 rows"),
+        (["--field", "x:float32", "--memory", "much"], "no size"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_lengths_and_sizes_that_cannot_be_are_refused(arguments, expected):
+    result = run("--view", "rows", *arguments)
+    assert result.exit_code == 2
+    assert expected in " ".join(result.output.split())

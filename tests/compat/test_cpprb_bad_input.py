@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from cpprb_transitions import ENV, one, same, transitions
 
+import torchreplay as tr
 from torchreplay.compat import cpprb as adapter
 
 
@@ -118,3 +119,9 @@ def test_an_argument_that_cpprb_swallows_is_warned_about():
 def test_a_buffer_of_nothing_is_refused(size):
     with pytest.raises(ValueError, match="capacity"):
         adapter.ReplayBuffer(size, ENV)
+
+
+@pytest.mark.parametrize("column", [tr.Ragged("int32"), {"dtype": tr.Ragged("int32")}], ids=repr)
+def test_a_column_of_any_length_is_refused_with_its_name(column):
+    with pytest.raises(ValueError, match=r"column 'obs' is .*: cpprb's columns have one shape; pad the values to it"):
+        adapter.ReplayBuffer(10, {"obs": column})

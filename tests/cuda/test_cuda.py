@@ -6,6 +6,7 @@ import os
 import warnings
 from collections import defaultdict
 
+import numpy as np
 import pytest
 import torch
 from delayed_draws import BATCH, ROWS, SPEC, assert_same, filled_buffer, td_of
@@ -30,7 +31,8 @@ class SimulatedDataset(tr.ReplayDataset):
 
     def _make_staging(self):
         copies = cuda.DeviceCopies(torch.device("cpu"))
-        return Staging(self.buffer._config, self.batch_size, self.prefetch, copies)
+        limits = None if self.budget is None else self.buffer._sampler.limits(self.budget)
+        return Staging(self.buffer._config, self.batch_size, self.prefetch, copies, limits)
 
 
 def simulate(monkeypatch, seed):
@@ -63,6 +65,29 @@ def test_a_learner_on_the_device_reads_the_batches_drawn(monkeypatch, seed, pref
     assert len(side) == 1
     assert all(block.used_on == {simulated.main} for block in simulated.allocated)
     assert simulated.pinned <= prefetch + 4
+
+
+@pytest.mark.parametrize("budget", [None, {"tokens": 60}], ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_learner_on_the_device_reads_values_of_any_length(monkeypatch, seed, budget):
+    simulated = simulate(monkeypatch, seed)
+    read = []
+    for batch in SimulatedDataset(text_buffer(), BATCH, steps=40, budget=budget):
+        tensors = {name: batch[name] for name in ("tokens", "number", "weight")} | {"offsets": batch.offsets("tokens")}
+        read.append((batch["key"], batch.lengths("tokens"), simulated.read(tensors)))
+        del batch, tensors
+        simulated.run(most=simulated.chance.randrange(12))
+    simulated.run()
+    for (key, lengths, on_device), batch in zip(
+        read, tr.ReplayDataset(text_buffer(), BATCH, steps=40, budget=budget), strict=True
+    ):
+        assert_same((key, lengths), (batch["key"], batch.lengths("tokens")))
+        assert_same(
+            on_device,
+            {name: batch[name] for name in ("tokens", "number", "weight")} | {"offsets": batch.offsets("tokens")},
+        )
+    assert len(simulated.allocated) == 2 * 40
+    assert all(block.used_on == {simulated.main} for block in simulated.allocated)
 
 
 def test_the_simulation_finds_a_learner_that_does_not_wait_for_the_copy(monkeypatch):
@@ -120,6 +145,15 @@ def test_memory_made_in_inference_mode_can_be_written_to_outside_of_it():
 # Page-locking of a buffer's memory.
 
 
+def text_buffer(rows=100):
+    """Rows with as many tokens as their number says, all of which are the number."""
+    spec = {"tokens": tr.Ragged(torch.int32), "number": tr.Field((), torch.int64)}
+    buffer = tr.ReplayBuffer(spec, 256, ragged_bytes=1 << 18, seed=1)
+    numbers = np.arange(rows)
+    buffer.extend(tokens=[np.full(n % 23, n, np.int32) for n in numbers], number=numbers)
+    return buffer
+
+
 class Registered:
     """A registry that can be set to refuse."""
 
@@ -150,6 +184,18 @@ def test_all_of_a_buffers_memory_is_locked_once_and_until_it_is_closed():
     assert registry.held == []
     assert not lock.held
     buffer.close()
+
+
+def test_the_pages_of_values_of_any_length_are_locked_with_the_rest():
+    buffer, registry = text_buffer(), Registered()
+    buffer._sampler.lock_pages(registry)
+    ((address, nbytes),) = registry.held
+    maps = [line.split() for line in open("/proc/self/maps") if line.startswith(f"{address:x}-")]  # noqa: SIM115
+    start, end = (int(place, 16) for place in maps[0][0].split("-"))
+    assert (start, end - start) == (address, nbytes)  # there is no other mapping
+    assert nbytes == buffer.nbytes > 1 << 18
+    buffer.close()
+    assert registry.held == []
 
 
 def test_memory_that_nobody_closed_is_released_before_it_is_unmapped():
@@ -233,6 +279,35 @@ def test_batches_on_the_gpu_are_those_on_the_cpu(prefetch, pin):
     given = list(tr.ReplayDataset(filled_buffer(), BATCH, steps=100, prefetch=prefetch, device="cuda", pin=pin))
     assert all(batch["obs"].is_cuda and not batch["key"].is_cuda for batch in given)
     assert_same([batch.to("cpu", non_blocking=False) for batch in given], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pin", ["staging", "ring", "off"])
+@pytest.mark.parametrize("budget", [None, {"tokens": 60}], ids=str)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_values_of_any_length_on_the_gpu_are_those_on_the_cpu(prefetch, budget, pin):
+    expected = list(tr.ReplayDataset(text_buffer(), BATCH, steps=100, prefetch=prefetch, budget=budget))
+    dataset = tr.ReplayDataset(
+        text_buffer(), BATCH, steps=100, prefetch=prefetch, budget=budget, device="cuda", pin=pin
+    )
+    given = list(dataset)
+    assert all(batch["tokens"].is_cuda and batch.offsets("tokens").is_cuda for batch in given)
+    assert not any(batch.lengths("tokens").is_cuda for batch in given)
+    assert_same([batch.to("cpu", non_blocking=False) for batch in given], expected)
+
+
+@pytest.mark.gpu
+def test_nothing_in_a_step_with_values_of_any_length_waits_for_the_gpu():
+    batches = iter(tr.ReplayDataset(text_buffer(), BATCH, device="cuda", budget={"tokens": 400}))
+    for batch in itertools.islice(batches, 20):
+        batch.padded("tokens").sum()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in itertools.islice(batches, 20):
+            batch.padded("tokens").sum()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -230,6 +230,166 @@ def test_a_forked_child_is_told_to_begin_an_iteration_of_its_own(steps):
     next(iterator)
 
 
+# Values of any length.
+
+TEXTS = {
+    "tokens": tr.Ragged(torch.int32),
+    "number": tr.Field((), torch.int64),
+    "logprob": tr.Ragged(torch.bfloat16, like="tokens"),
+    "obs": {"points": tr.Ragged(torch.float32, (3,)), "n": tr.Field()},
+    "reward": tr.Field(),
+    "terminated": tr.Field((), torch.bool),
+    "truncated": tr.Field((), torch.bool),
+}
+OF_TEXTS = {
+    "rows": tr.Rows(),
+    "transitions": tr.Transitions(n_step=2),
+    "stacks": tr.Transitions(stack={"obs/points": 3}),
+    "sequences": tr.Sequences(4),
+    "windows of one": tr.Sequences(1),
+}
+
+
+def texts(view, rows=120, longest=20, **options):
+    """Returns a buffer of episodes of ten steps, whose values say in which row they are."""
+    random = np.random.default_rng(5)
+    buffer = tr.ReplayBuffer(TEXTS, 256, ragged_bytes=1 << 20, view=view, seed=3, **options)
+    values = []
+    for n in range(rows):
+        tokens, points = (np.full(random.integers(0, longest), n, np.int32) for _ in range(2))
+        obs = {"points": np.repeat(points[:, None], 3, axis=1).astype(np.float32), "n": float(n)}
+        ends = {"terminated": n % 10 == 9, "truncated": False}
+        values.append({"tokens": tokens, "number": n, "logprob": tokens / 256, "obs": obs, "reward": 1.0} | ends)
+    with buffer.writer() as writer:
+        for n, row in enumerate(values):
+            if isinstance(view, tr.Rows):
+                writer.append(**row)
+            elif n % 10 == 0:
+                writer.reset(obs=row["obs"])
+            else:
+                writer.step(**row)
+    return buffer
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("name", OF_TEXTS)
+def test_values_of_any_length_come_by_one_more_copy_of_what_is_used(name, prefetch):
+    expected = list(tr.ReplayDataset(texts(OF_TEXTS[name]), 16, steps=20, prefetch=prefetch))
+    staged = StagedDataset(texts(OF_TEXTS[name]), 16, steps=20, prefetch=prefetch)
+    given = list(staged)
+    staged.copies.run()
+    assert_same(given, expected)
+    assert len(staged.copies.started) == 2 * 20
+    assert [list(batch) for batch in given] == [list(batch) for batch in expected]
+    used = [len(copy.there) for copy in staged.copies.started[1::2]]
+    for batch, own, nbytes in zip(given, expected, used, strict=True):
+        ragged = [own["tokens"], own["logprob"], own["obs"]["points"]]
+        assert nbytes >= sum(values.numel() * values.element_size() for values in ragged)
+        assert batch.offsets("tokens") is batch.offsets("logprob")
+        assert batch.offsets("tokens").untyped_storage().data_ptr() == batch["tokens"].untyped_storage().data_ptr()
+        assert batch["lengths"]["tokens"].untyped_storage().data_ptr() != batch["tokens"].untyped_storage().data_ptr()
+    assert len(set(used)) > 1
+
+
+def test_the_block_for_values_grows_to_the_largest_batch_and_then_no_more():
+    buffer = texts(tr.Rows())
+    staged = StagedDataset(buffer, 16, prefetch=2)
+    batches = iter(staged)
+    for _ in range(40):
+        next(batches)
+        staged.copies.run()
+    small = len(staged.copies.blocks)
+    buffer.extend(**row_of_ones(5000))
+    assert buffer.gather([120]).lengths("tokens").tolist() == [5000]
+    largest = 0
+    for _ in range(60):
+        largest = max(largest, len(next(batches)["tokens"]))
+        staged.copies.run()
+    assert largest > 5000
+    grown = len(staged.copies.blocks)
+    for _ in range(60):
+        batch = next(batches)
+        staged.copies.run()
+        assert len(batch["tokens"]) == batch.lengths("tokens").sum()
+    assert small < grown
+    assert len(staged.copies.blocks) <= grown + 4  # where two long values come in one batch
+    assert max(map(len, staged.copies.blocks)) < 4 * 4 * 5000 * (4 + 2 + 12)
+
+
+def row_of_ones(length):
+    ones = np.ones(length, np.int32)
+    obs = {"points": [np.ones((length, 3), np.float32)], "n": [1.0]}
+    ends = {"terminated": [False], "truncated": [False]}
+    return {"tokens": [ones], "number": [1], "logprob": [ones / 256], "obs": obs, "reward": [1.0]} | ends
+
+
+@pytest.mark.parametrize("view", [tr.Rows(), tr.Sequences(4)], ids=repr)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_with_a_budget_the_block_for_values_has_its_size_from_the_start(view, prefetch):
+    budget = {"logprob": 120, "obs/points": 300}
+    if isinstance(view, tr.Sequences):
+        budget |= {"tokens": 250}
+    expected = list(tr.ReplayDataset(texts(view), 16, steps=40, prefetch=prefetch, budget=budget))
+    staged = StagedDataset(texts(view), 16, steps=40, prefetch=prefetch, budget=budget)
+    given = []
+    for batch in staged:
+        given.append(batch)
+        staged.copies.run()
+    assert_same(given, expected)
+    assert len({len(batch["key"]) for batch in given}) > 1
+    sizes = [len(block) for block in staged.copies.blocks]
+    assert len(set(sizes)) == 2
+    assert len(sizes) % 2 == 0  # no slot got another block
+    assert max(sizes) < 200 * (4 + 2) + 300 * 12 + 16 * 5 * 3 * 12 + 9 * 256 + 64 * 16
+
+
+def test_items_that_a_budget_leaves_out_are_nothing_to_a_users_function():
+    goals = {"achieved_goal": tr.Field((1,)), "desired_goal": tr.Field((1,))}
+    ends = {end: tr.Field((), torch.bool) for end in ("terminated", "truncated")}
+    spec = {"obs": goals, "reward": tr.Field(), "said": tr.Ragged(torch.uint8)} | ends
+    seen = []
+
+    def reward(achieved, desired):
+        seen.append(torch.cat([achieved, desired]))
+        return distance(achieved, desired)
+
+    def make(compute):
+        buffer = tr.ReplayBuffer(spec, 512, ragged_bytes=1 << 16, view=tr.Hindsight(compute), seed=3)
+        with buffer.writer() as writer:
+            for episode in range(10):
+                writer.reset(obs={"achieved_goal": [5.0 * episode], "desired_goal": [-1.0]})
+                for step in range(1, 9):
+                    obs = {"achieved_goal": [5.0 * episode + step], "desired_goal": [-1.0]}
+                    end = {"terminated": False, "truncated": step == 8}
+                    writer.step(obs=obs, reward=-1.0, said=b"x" * (step * episode % 7), **end)
+        return buffer
+
+    for prefetch in (0, 2):
+        expected = list(tr.ReplayDataset(make(distance), 32, steps=20, prefetch=prefetch, budget={"said": 50}))
+        staged = StagedDataset(make(reward), 32, steps=20, prefetch=prefetch, budget={"said": 50})
+        given = list(staged)
+        staged.copies.run()
+        assert_same(given, expected)
+        assert min(len(batch["key"]) for batch in given) < 32
+    assert torch.cat(seen).ge(-1).all()
+    assert torch.cat(seen).le(5.0 * 9 + 8).all()
+
+
+def test_a_state_with_values_of_any_length_goes_on_where_it_was_taken():
+    staged = StagedDataset(texts(tr.Rows()), 16, prefetch=2, budget={"tokens": 200})
+    batches = iter(staged)
+    for _ in range(5):
+        next(batches)
+    state = staged.state_dict()
+    expected = [next(batches) for _ in range(10)]
+    staged.copies.run()
+    resumed = StagedDataset(texts(tr.Rows()), 16, prefetch=2, budget={"tokens": 200})
+    resumed.load_state_dict(state)
+    given = list(itertools.islice(resumed, 10))
+    resumed.copies.run()
+    assert_same(given, expected)
+
+
 def packed(n=6):
     spec = {"obs": {"image": tr.Field((3, 5), torch.uint8)}, "flag": tr.Field((), torch.bool), "x": tr.Field((2,))}
     fields = flatten(spec | {"half": tr.Field((), torch.bfloat16), "wide": tr.Field((7,), torch.float64)})

@@ -146,3 +146,22 @@ def test_what_is_no_batch_of_the_buffer_is_refused(written):
         tr.explain({"x": torch.zeros(3)})
     with pytest.raises(ValueError, match="by names 'y'"):
         tr.explain(written.sample(4), by=["y"])
+
+
+def test_the_lengths_of_values_are_told_of_each_length_once():
+    spec = {"tokens": tr.Ragged(torch.int32), "logprob": tr.Ragged(torch.float32, like="tokens")}
+    with tr.ReplayBuffer(spec, 10, ragged_bytes=1 << 16) as buffer:
+        keys = buffer.extend(tokens=[[1] * n for n in (2, 9, 4)], logprob=[[0.5] * n for n in (2, 9, 4)])
+        report = tr.explain(buffer.gather(keys), buffer)
+    assert {name: (of.least, of.median, of.largest) for name, of in report.lengths.items()} == {"tokens": (2, 4, 9)}
+    assert "tokens        2 to 9, median 4 elements" in str(report)
+    assert report.remarks == ()
+
+
+def test_bytes_that_are_used_up_before_the_rows_are_told_with_both_measures():
+    with tr.ReplayBuffer({"tokens": tr.Ragged(torch.uint8)}, 1000, ragged_bytes=1 << 14) as buffer:
+        for _ in range(200):
+            keys = buffer.extend(tokens=[b"x" * 640])
+        (remark,) = tr.explain(buffer.gather(keys), buffer).remarks
+        held = len(buffer)
+    assert f"values take all of ragged_bytes, 16,384, with {held} of 1,000 rows" in remark

@@ -185,6 +185,19 @@ def test_lengths_stay_on_the_cpu_and_offsets_go_with_the_values():
     assert moved.padded("tokens").shape == (4, 5), "without a look at the device"
 
 
+def test_pinning_leaves_keys_and_lengths_and_keeps_fields_alike(monkeypatch):
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self.clone())
+    batch = packed({"tokens": ragged(LENGTHS), "logprob": ragged(LENGTHS)}, likes={"logprob": "tokens"})
+    moved = batch.pin_memory()
+    assert type(moved) is tr.ReplayBatch
+    assert not any(tensor is batch["key"] or tensor is batch.lengths("tokens") for tensor in pinned)
+    assert sum(tensor is batch.offsets("tokens") for tensor in pinned) == 1
+    assert moved.offsets("tokens") is moved.offsets("logprob") is not batch.offsets("tokens")
+    assert moved.lengths("tokens") is batch.lengths("tokens")
+    assert torch.equal(moved.padded("tokens"), batch.padded("tokens"))
+
+
 @pytest.mark.gpu
 def test_a_batch_on_a_gpu_is_padded_and_nested_there():
     batch = packed({"tokens": ragged(LENGTHS), "obs/points": ragged([1, 2, 0, 4], (3,))})

@@ -70,7 +70,8 @@ class StagedDataset(tr.ReplayDataset):
         self.copies = LateCopies()
 
     def _make_staging(self):
-        return Staging(self.buffer._config, self.batch_size, self.prefetch, self.copies)
+        limits = None if self.budget is None else self.buffer._sampler.limits(self.budget)
+        return Staging(self.buffer._config, self.batch_size, self.prefetch, self.copies, limits)
 
 
 class LateArrival:

@@ -79,8 +79,10 @@ def random_values(random, spec, longest):
 
 
 def split(batch, name):
-    """Returns the values of a field of a batch, one by one."""
-    if name not in batch["offsets"]:
-        return list(batch[name].numpy())
-    offsets = batch.offsets(name).tolist()
-    return [batch[name][a:b].numpy() for a, b in itertools.pairwise(offsets)]
+    """Returns the values of a field of a batch, one by one; nested names are joined by '/'."""
+    values = batch
+    for part in name.split("/"):
+        values = values[part]
+    if name in batch["offsets"] or "/" in name:
+        return [values[a:b].numpy() for a, b in itertools.pairwise(batch.offsets(name).tolist())]
+    return list(values.numpy())

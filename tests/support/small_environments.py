@@ -92,3 +92,28 @@ class FinalArrays(gymnasium.vector.VectorWrapper):
             space = self.single_observation_space
             infos["final_obs"] = concatenate(space, each, create_empty_array(space, self.num_envs))
         return *given, infos
+
+
+class Spoken(gymnasium.Env):
+    """Observations and actions of any length: texts, sequences, graphs; random in each step."""
+
+    observation_space = spaces.Dict(
+        says=spaces.Text(20),
+        seen=spaces.Sequence(spaces.Box(-1, 1, (2,))),
+        stacked=spaces.Sequence(spaces.Discrete(9), stack=True),
+        graph=spaces.Graph(spaces.Box(-1, 1, (3,)), spaces.Discrete(4)),
+        place=spaces.Box(-100, 100, (2,)),
+    )
+    action_space = spaces.Text(6)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
+        self.steps, self.length = 0, int(self.np_random.integers(3, 7))
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        self.steps += 1
+        over, good = self.steps == self.length, self.length % 2 == 0
+        return self.observation_space.sample(), float(self.np_random.normal()), over and good, over and not good, {}

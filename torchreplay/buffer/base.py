@@ -212,7 +212,14 @@ class BatchSource(ABC):
         """Returns a stream of batches, as a `ReplayDataset` hands them out."""
 
     @abstractmethod
-    def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
+    def staging(
+        self,
+        batch_size: int,
+        prefetch: int,
+        device: torch.device,
+        pin: Pin | None,
+        budget: Mapping[str, int] | None = None,
+    ) -> Staging | None:
         """Returns what takes batches to a CUDA device while the learner computes; None: each is copied by itself.
 
         Args:
@@ -220,6 +227,7 @@ class BatchSource(ABC):
             prefetch: Batches drawn ahead of the one asked for.
             device: Where they go.
             pin: What is page-locked, as for a `ReplayDataset`.
+            budget: The most elements that a batch may have of some ragged fields, by name; None: any number.
         """
 
 

@@ -128,6 +128,8 @@ def _part(value: Any, name: str) -> Any:
     """Returns the part of an observation that `name` names; None where there is none."""
     if isinstance(value, Mapping):
         return value.get(name)
+    if hasattr(value, "_fields"):  # a graph
+        return getattr(value, name, None)
     if isinstance(value, tuple) and name.isdecimal() and int(name) < len(value):
         return value[int(name)]
     return None

@@ -15,6 +15,7 @@ from torchreplay.buffer.jams import why_short
 from torchreplay.buffer.notices import warn_of_copies
 from torchreplay.buffer.pending_updates import PendingUpdates, require_one_each
 from torchreplay.cuda.copies import to_host
+from torchreplay.cuda.staging import Room
 from torchreplay.errors import MissingItems, ReplayTimeout, Stopped
 from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.batch_plan import GOALS
@@ -32,9 +33,11 @@ if TYPE_CHECKING:
 Limits: TypeAlias = tuple[int, ...]
 """The most elements that a batch may have of each of its ragged fields, in their order; -1: any number."""
 
-Sample: TypeAlias = Callable[[int, float, int, ReplayBatch | Limits | None], Any]
-"""Draws so many items, with an exponent, until a deadline, into a batch, or within limits. Returns it, or what the core
-gives instead."""
+Into: TypeAlias = ReplayBatch | Room | Limits | None
+"""What a batch is drawn into; or the limits of a new one; or None."""
+
+Sample: TypeAlias = Callable[[int, float, int, Into], Any]
+"""Draws so many items, with an exponent, until a deadline. Returns the batch, or what the core gives instead."""
 
 Missing = Literal["drop", "raise"]
 MISSING: tuple[Missing, ...] = get_args(Missing)
@@ -86,7 +89,7 @@ class LocalSampler:
         beta: Schedule | None,
         timeout: float | None,
         waiting: type[Wait],
-        out: ReplayBatch | Limits | None = None,
+        out: Into = None,
         sample: Sample | None = None,
     ) -> ReplayBatch:
         """Does what `ReplayBuffer.sample` does, waiting as `waiting` does.
@@ -96,7 +99,7 @@ class LocalSampler:
             beta: Exponent of the weights, or None.
             timeout: Seconds to wait at most, or None.
             waiting: The kind of wait.
-            out: A batch to draw into; or the limits of a new one; or None.
+            out: As `Into`.
             sample: What draws as the segment's `sample` does; None: that.
         """
         if self.pending.waiting:
@@ -121,7 +124,7 @@ class LocalSampler:
             finally:
                 wait.end()
         batch: ReplayBatch = result
-        if self._finish is not None:
+        if self._finish is not None and out.__class__ is not Room:  # which has rubbish, too: its staging finishes it
             self._finish(batch)
         return batch
 
@@ -156,7 +159,7 @@ class LocalSampler:
         return batch, drawn_from
 
     def _sample_waiting(
-        self, sample: Sample, result: Any, batch_size: int, beta: float, wait: Wait, out: ReplayBatch | Limits | None
+        self, sample: Sample, result: Any, batch_size: int, beta: float, wait: Wait, out: Into
     ) -> ReplayBatch:
         while result.__class__ is not ReplayBatch:
             self.check_shortage(result, batch_size, wait)

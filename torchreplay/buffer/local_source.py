@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -121,17 +121,21 @@ class LocalSource(LocalSampler, BatchSource):
         kind = QueueIterator if isinstance(self.config.sampler, Fifo) else PrefetchIterator
         return kind(self, spec)
 
-    def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
+    def staging(
+        self,
+        batch_size: int,
+        prefetch: int,
+        device: torch.device,
+        pin: Pin | None,
+        budget: Mapping[str, int] | None = None,
+    ) -> Staging | None:
         """Returns what takes batches to a CUDA device while the learner computes; None: each is copied by itself."""
-        if pin is not None and pin != "off":
-            self.config.fixed_fields(f"pin={pin!r}")
-        # The last batch of a queue may be shorter, and each batch with values of any length is of another size.
-        if pin == "off" or isinstance(self.config.sampler, Fifo) or self.config.ragged:
+        if pin == "off" or isinstance(self.config.sampler, Fifo):  # the last batch of a queue may be shorter
             return None
         copies = DeviceCopies(device)
         if pin == "ring":
             self.lock_pages(CudaRegistry(copies.device))
-        return Staging(self.config, batch_size, prefetch, copies)
+        return Staging(self.config, batch_size, prefetch, copies, None if budget is None else self.limits(budget))
 
     def lock_pages(self, registry: CudaRegistry) -> PageLock:
         """Page-locks the whole memory for copies to devices, once, if the system allows it."""

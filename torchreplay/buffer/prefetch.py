@@ -19,7 +19,7 @@ from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait
 
 if TYPE_CHECKING:
     from torchreplay._C import DrawnFrom
-    from torchreplay.buffer.local_sampler import Limits, LocalSampler
+    from torchreplay.buffer.local_sampler import Into, LocalSampler
 
 DRAWN_FIELDS = {"key": torch.int64, "weight": torch.float32, "probability": torch.float32}
 """What names a batch again that is not to be drawn anew, and its dtypes."""
@@ -113,9 +113,12 @@ class PrefetchIterator:
         """Has the items of a batch that is not handed out drawn again, as far as they can be."""
         self._give_back(keys)
 
-    def _place(self) -> ReplayBatch | Limits | None:
+    def _place(self) -> Into:
         """Returns where the next batch goes, or what bounds it; None: into memory of its own, whatever it takes."""
-        return self._limits if self._staging is None else self._staging.place()
+        if self._staging is None:
+            return self._limits
+        batch = self._staging.place()
+        return self._staging.room or batch
 
     @property
     def ready(self) -> int:
@@ -205,7 +208,7 @@ class PrefetchIterator:
                 self._source.warn_of_copies(self._batch_size, self.drawn_from.drawable)
         return batch
 
-    def _sample_told(self, n: int, beta: float, deadline: int, out: ReplayBatch | Limits | None) -> Any:
+    def _sample_told(self, n: int, beta: float, deadline: int, out: Into) -> Any:
         """Draws as the segment does, and keeps what the batch was drawn from: other threads draw from it, too."""
         batch, told = self._segment.sample_told(n, beta, deadline, out, *self._last_epoch)
         if batch is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchreplay.buffer.base import MAX_BATCH
 from torchreplay.buffer.jams import LearnerJam
-from torchreplay.buffer.local_sampler import Limits, Sample
+from torchreplay.buffer.local_sampler import Into, Limits, Sample
 from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.config import Configured
 from torchreplay.schema.samplers import Fifo, Schedule
@@ -38,7 +38,7 @@ def taking(sampler: LocalSampler, at_least: int, loop: int, ends: int, for_other
     """
     segment, jam = sampler.segment, None
 
-    def sample(n: int, beta: float, deadline: int, out: ReplayBatch | Limits | None) -> Any:
+    def sample(n: int, beta: float, deadline: int, out: Into) -> Any:
         nonlocal jam
         result: Any = segment.sample(n, beta, deadline, out, at_least, loop, ends)
         if result.__class__ is not ReplayBatch and result[0] == "wait":

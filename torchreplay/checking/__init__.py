@@ -75,7 +75,7 @@ def check(
     Every item that should be drawable is drawn and compared with one computed in NumPy from the recorded episodes, and
     no other item may be drawable. Observations must lie in their space. The observation, reward and flags are written
     to the fields that the view names (with `Rows()`: `obs`, `next_obs`, `reward`, `terminated`, `truncated`, `done`),
-    actions to `action`. Other fields get random values, which must come back too.
+    actions to `action`. Other fields get random values, which must come back too. Texts are written as their bytes.
 
     A `loop` is the user's own code: it steps `env` and writes to `buffer`, as long as it likes. It gets both in a form
     that notes what it does, and is ended after `episodes` episodes, or `max_steps` steps. What it wrote is compared
@@ -85,6 +85,7 @@ def check(
     - a writer with another autoreset than the vector environment's;
     - an observation that is stored twice, or is the next episode's; under a view that links rows, each observation that
       is not the one that `env.step` or `env.reset` returned;
+    - a value of any length that is cut, unless the loop cuts all to one largest length;
     - a step that is written twice, or not at all, or with the action or the reward of another step;
     - a priority that never changes, or draws by priority without feedback;
     - rewards of another scale than the buffer holds, or than before in the same loop.
@@ -128,10 +129,11 @@ def check(
     _check_observations(streams, space)
     casting = Casting()
     rows = sum(map(len, streams))
-    with ReplayBuffer(buffer.spec, max(rows, buffer.view.rows_of_an_item), view=buffer.view, seed=seed) as twin:
+    capacity, room = max(rows, buffer.view.rows_of_an_item), _ragged_bytes(buffer, filling, streams)
+    with ReplayBuffer(buffer.spec, capacity, view=buffer.view, seed=seed, ragged_bytes=room) as twin:
         (write_steps if filling.linked else write_rows)(twin, played, filling, casting)
         rows = len(twin)
-        items, fields = compare(twin, items_of(buffer.view), streams)
+        items, fields = compare(twin, items_of(buffer.view, twin._config.ragged), streams)
     # Rewards are Python's floats, which are float64: that float32 rounds them is not worth a word.
     casting.rounded.pop("/".join(filling.reward), None)
     for text in casting.rounded.values():
@@ -149,11 +151,18 @@ def check_loop(
     from torchreplay.checking.recorded_env import recorded  # it imports Gymnasium, which not everybody has
 
     space, _ = single_spaces(env)
-    recording = LoopRecording(env.num_envs if hasattr(env, "single_observation_space") else None)
+    recording = LoopRecording(env.num_envs if hasattr(env, "single_observation_space") else None, space)
     rows = 2 * (max_steps + 1) * (recording.num_envs or 1)  # each step may begin an episode
     capacity = max(min(buffer.capacity, rows), buffer.view.rows_of_an_item)
     recorder = EnvRecorder(env, recording, episodes, max_steps)
-    twin = RecordedBuffer(buffer.spec, capacity, sampler=buffer.sampler, view=buffer.view).record_to(recording)
+    twin = RecordedBuffer(
+        buffer.spec,
+        capacity,
+        sampler=buffer.sampler,
+        view=buffer.view,
+        ragged_bytes=buffer._config.ragged_bytes,
+    )
+    twin.record_to(recording)
     try:
         with twin, suppress(Enough):
             loop(recorded(recorder), twin)
@@ -162,6 +171,16 @@ def check_loop(
             raise
     mapping = FieldMapping(buffer.spec, buffer.view, space, 0)
     return LoopCheck(recording, buffer, mapping, recorder.autoreset).findings()
+
+
+def _ragged_bytes(buffer: ReplayBuffer, filling: FieldMapping, streams: list[list[Row]]) -> int | None:
+    """Returns the bytes in which the values of any length of all rows fit, at least those of `buffer`."""
+    given = buffer._config.ragged_bytes
+    if given is None:
+        return None
+    # Rows by themselves have two observations. Each wastes a page: a sixteenth of the mean, or 64 bytes.
+    each = [2 * filling.ragged_bytes(row) + 64 for stream in streams for row in stream]
+    return max(given, 2 * sum(each) + 4 * max(each))
 
 
 def _check_observations(streams: list[list[Row]], space: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchreplay.schema.spec import Field
+from torchreplay.schema.spec import Column
 
 
 class Casting:
@@ -16,7 +16,7 @@ class Casting:
     def __init__(self) -> None:
         self.rounded: dict[str, str] = {}
 
-    def __call__(self, path: str, field: Field, value: Any, place: object) -> np.ndarray[Any, Any]:
+    def __call__(self, path: str, field: Column, value: Any, place: object) -> np.ndarray[Any, Any]:
         """Returns what the field at `path` holds after `value` was written, which was within its range."""
         given = as_numpy(value) if isinstance(value, torch.Tensor) else np.asarray(value)
         held = cast(given, field.dtype)

@@ -11,7 +11,7 @@ import torch
 from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.checking.casting import as_numpy
 from torchreplay.checking.reference_items import Array, HindsightItems, Items, Stream
-from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.batch import Bounds, ReplayBatch, ragged_bounds
 
 CHUNK = 64  # items at a time: stacked images are large
 OWN_ENTRIES = ("key", "weight", "probability", "age")
@@ -42,7 +42,10 @@ def compare(buffer: ReplayBuffer, items: Items, streams: list[Stream]) -> tuple[
 
 
 def _compare_items(batch: ReplayBatch, items: Items, anchors: list[Anchor]) -> tuple[str, ...]:
-    found = {path: tensor for path, tensor in _flat(batch, "") if path not in OWN_ENTRIES}
+    bounds = ragged_bounds(batch)
+    beside = ("offsets", "lengths") if bounds else ()
+    entries = {name: value for name, value in batch.items() if name not in (*OWN_ENTRIES, *beside)}
+    found = dict(_flat(entries, ""))
     wanted = [items.item(stream, i) for stream, i in anchors]
     free: dict[str, Array] = {}
     if isinstance(items, HindsightItems):
@@ -52,10 +55,38 @@ def _compare_items(batch: ReplayBatch, items: Items, anchors: list[Anchor]) -> t
     if found.keys() != wanted[0].keys():
         raise ValueError(f"the batch has entries {sorted(found)}: expected {sorted(wanted[0])}")
     for path, tensor in found.items():
+        if path in bounds:
+            _compare_ragged(path, tensor, bounds[path], [item[path] for item in wanted], anchors)
+            continue
         want = np.stack([item[path] for item in wanted])
         rounding = torch.finfo(tensor.dtype).eps if path in items.computed else 0.0
         _compare_entry(path, as_numpy(tensor), want, rounding, free.get(path, np.zeros(len(anchors), bool)), anchors)
     return tuple(found)
+
+
+def _compare_ragged(path: str, values: torch.Tensor, bounds: Bounds, wanted: list[Any], anchors: list[Anchor]) -> None:
+    """Compares the values of any length of one entry: their lengths, and each of their elements."""
+    lengths, ends = bounds.lengths, bounds.offsets.tolist()
+    if bounds.offsets.diff().tolist() != lengths.reshape(-1).tolist() or ends[0] or ends[-1] != len(values):
+        raise ValueError(
+            f"the offsets and the lengths of entry {path!r} do not agree, or not with its {len(values)} values"
+        )
+    array, steps = as_numpy(values), lengths[0].numel()
+    for b, want in enumerate(wanted):
+        stream, i = anchors[b]
+        for step, value in enumerate(want if lengths.dim() == 2 else [want]):
+            begin, end = ends[b * steps + step : b * steps + step + 2]
+            got = array[begin:end]
+            where = f"entry {path!r}" + (f" at step {step}" if lengths.dim() == 2 else "")
+            where += f" of the item at key {stream[i].key} ({stream[i]})"
+            if got.dtype != value.dtype or got.shape[1:] != value.shape[1:]:
+                raise ValueError(f"{where} is {got.dtype}{got.shape}: expected {value.dtype}{value.shape}")
+            if len(got) != len(value):
+                raise ValueError(f"{where} has {len(got)} elements: expected {len(value)}")
+            wrong = np.argwhere((got != value) & ~((got != got) & (value != value)))
+            if len(wrong):
+                place = tuple(map(int, wrong[0]))
+                raise ValueError(f"{where} is {got[place]!r} at {list(place)}: expected {value[place]!r}")
 
 
 def _compare_entry(path: str, got: Array, want: Array, rounding: float, free: Array, anchors: list[Anchor]) -> None:

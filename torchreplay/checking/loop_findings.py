@@ -194,7 +194,7 @@ class LoopCheck:
         for pair in self.pairs:
             if not pair.is_reset:
                 self._look_at_row(pair)
-        for path in self._of.leaves(self.pairs[0].step.obs) if self.pairs else ():
+        for path in self._of.all_leaves(self.pairs[0].step.obs) if self.pairs else ():
             for name in (path, _next(path)):
                 kept = [(pair, self._of.written(pair, name)) for pair in self.pairs]
                 written = [value for _, value in kept if value is not None]
@@ -222,7 +222,7 @@ class LoopCheck:
         if is_next or self._recording.num_envs is not None:
             return False
         following = [obs for steps, obs in self._recording.resets if steps == pair.step.number + 1]
-        return any(self._matches(pair, self._of.leaves(obs), _next) for obs in following)
+        return any(self._matches(pair, self._of.leaves(obs, pair.env), _next) for obs in following)
 
     def _matches(
         self, pair: Pair, leaves: Mapping[Path, NDArray[Any]], field: Callable[[Path], Path] = lambda path: path

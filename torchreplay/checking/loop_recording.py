@@ -17,6 +17,7 @@ from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.buffer.writer import Autoreset, OwnAutoreset, Writer, checked_autoreset, streams_of
 from torchreplay.checking.casting import as_numpy
 from torchreplay.checking.rollout import each_part
+from torchreplay.schema.spaces import single_spaces
 
 PACKAGE: Final = str(FilePath(__file__).parents[1])
 
@@ -100,6 +101,7 @@ class LoopRecording:
 
     Attributes:
         num_envs: Environments of a vector environment; None: it is none.
+        space: Of the observations of one environment.
         steps: Calls of `env.step`.
         resets: What `env.reset` returned, and after how many steps.
         writers: Those that were made.
@@ -112,6 +114,7 @@ class LoopRecording:
     """
 
     num_envs: int | None = None
+    space: Any = None
     steps: list[EnvStep] = field(default_factory=list)
     resets: list[tuple[int, Any]] = field(default_factory=list)
     writers: list[MadeWriter] = field(default_factory=list)
@@ -190,6 +193,7 @@ class EnvRecorder:
         self.env, self._recording = env, recording
         self._episodes, self._max_steps = episodes, max_steps
         self._ends = 0
+        self._spaces = single_spaces(env)
         self._obs: Any = None
         self._over = np.zeros(recording.num_envs or 1, bool)
         self.autoreset = _autoreset(env, recording.num_envs is not None)
@@ -199,19 +203,24 @@ class EnvRecorder:
         if self._ends >= self._episodes:
             raise Enough
         obs, info = self.env.reset(**arguments)
-        self._obs = deepcopy(obs)
+        self._obs = self._of_envs(obs, self._spaces[0])
         self._over[:] = False
         self._recording.resets.append((len(self._recording.steps), self._obs))
         return obs, info
+
+    def _of_envs(self, value: Any, space: Any) -> Any:
+        """Returns a copy with a leading dimension of environments."""
+        return _batched(deepcopy(value), space) if self._recording.num_envs is None else deepcopy(value)
 
     def step(self, action: Any) -> Any:
         """Steps the environment, unless it has shown enough."""
         if len(self._recording.steps) >= self._max_steps or self._ends >= self._episodes:
             raise Enough
         self._recording.step_site = self._recording.step_site or site()
-        given = deepcopy(action)
+        given = self._of_envs(action, self._spaces[1])
         answer = self.env.step(action)
-        obs, reward, terminated, truncated = deepcopy(answer[:4])
+        reward, terminated, truncated = deepcopy(answer[1:4])
+        obs = self._of_envs(answer[0], self._spaces[0])
         single = self._recording.num_envs is None
         flags = [np.atleast_1d(np.asarray(flag, bool)) for flag in (terminated, truncated)]
         resets = self._over & (self.autoreset == "next_step")
@@ -220,12 +229,12 @@ class EnvRecorder:
         self._recording.steps.append(
             EnvStep(
                 len(self._recording.steps),
-                _batched(self._obs) if single else self._obs,
-                _batched(given) if single else given,
+                self._obs,
+                given,
                 np.atleast_1d(np.asarray(reward, np.float64)),
                 flags[0],
                 flags[1],
-                _batched(obs) if single else obs,
+                obs,
                 None if single else deepcopy(answer[4].get("final_obs")),
                 resets.copy(),
             )
@@ -316,13 +325,30 @@ def _autoreset(env: Any, is_vector: bool) -> OwnAutoreset:
 
 def _copied(value: Any) -> Any:
     # A tuple is a nested value, or an array: the field's path says which.
-    return each_part(lambda part: np.array(_array(part)), value)
+    return each_part(_part_copied, value)
+
+
+def _part_copied(part: Any) -> Any:
+    """Returns a copy of a value as an array; of values of several lengths a list, and of bytes all of them."""
+    if isinstance(part, bytes | bytearray | memoryview):
+        return np.frombuffer(bytes(part), np.uint8)
+    if isinstance(part, list):
+        try:
+            array = np.array(part)
+        except ValueError:  # of several lengths
+            return [_copied(inner) for inner in part]
+        return array if array.dtype.kind in "biufc" else [_copied(inner) for inner in part]
+    return np.array(_array(part))
 
 
 def _array(value: Any) -> np.ndarray[Any, Any]:
     return as_numpy(value.detach().cpu()) if hasattr(value, "detach") else np.asarray(value)
 
 
-def _batched(value: Any) -> Any:
+def _batched(value: Any, space: Any) -> Any:
     """Returns a value of one environment with a leading dimension of one."""
-    return each_part(lambda part: np.asarray(part)[None], value)
+
+    def of_one(part: Any) -> Any:
+        return [part] if isinstance(part, str | tuple) else np.asarray(part)[None]
+
+    return each_part(of_one, value, space)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, TypeAlias
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from torchreplay.checking.casting import cast
 from torchreplay.checking.loop_recording import Write
-from torchreplay.checking.pairs import Pair, Pairs, given_at
-from torchreplay.schema.spec import Path
+from torchreplay.checking.pairs import Pair, Pairs
+from torchreplay.schema.spec import Path, Ragged
 
 Array: TypeAlias = NDArray[Any]
 
@@ -43,6 +43,10 @@ OTHER: Final = (
     "the observation is none that the environment gave. Give the one that env.step returned, and to reset() the one "
     "that env.reset returned"
 )
+CUT: Final = (
+    "the value is cut: it begins as the one that the environment gave, and is shorter, though others are as long. Give "
+    "all of it"
+)
 CONSTANT: Final = (
     "every row holds the same observation, though the environment gave others. Give the one that env.step returned"
 )
@@ -70,7 +74,7 @@ class Stored:
     expected: dict[Path, Array]
     before: dict[Path, Array] = field(default_factory=dict)
     following: dict[Path, Array] = field(default_factory=dict)
-    same_step: dict[Path, Array] = field(default_factory=dict)
+    same_step: dict[Path, list[Array]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,8 @@ class ObservationFindings:
             if len(line) >= FEW and vary([row.expected[path] for row in line]) and not _varies(line, path):
                 yield from ((row.write, CONSTANT) for row in line)
                 rows = [row for row in rows if _line_of(row) != _line_of(line[0])]
+        if isinstance(self._pairs.mapping.fields[path], Ragged) and _are_cut_alike(path, rows):
+            return
         scaling = self._scaling_of(path, rows)
         if scaling is None:
             yield from self._of_changed(path, rows)
@@ -162,6 +168,8 @@ class ObservationFindings:
         for text, other in ((STORED_AGAIN, row.before), (NEXT_EPISODE, row.following)):
             if path in other and scaled.makes(found, other[path]):
                 return text
+        if isinstance(self._pairs.mapping.fields[path], Ragged) and _is_cut(found, row.expected[path]):
+            return CUT
         if path in row.same_step and any(scaled.makes(found, value) for value in row.same_step[path]):
             return OTHER_ENV
         return OTHER_STEP if _key(found) in self._given else OTHER
@@ -208,9 +216,11 @@ class ObservationFindings:
 
     def _begin(self, write: Write, pair: Pair) -> Stored:
         """Returns the row of a `reset`, after which the step of `pair` came."""
-        written = {path: _part(write.values, path) for path in self._pairs.mapping.observed}
-        if write.num_envs is not None:
-            written = {path: None if value is None else value[pair.env] for path, value in written.items()}
+        written = dict[Path, Array | None]()
+        for path in self._pairs.mapping.observed:
+            value = self._pairs.given(write, path)
+            own = value if value is None or write.num_envs is None else value[pair.env]
+            written[path] = None if own is None else self._pairs.held(own, path)
         return Stored(write, "obs", pair.env, written, self._pairs.leaves(pair.step.obs, pair.env))
 
     def _first_of_block(self, pair: Pair) -> Stored:
@@ -218,8 +228,10 @@ class ObservationFindings:
         return Stored(pair.write, "obs", pair.env, written, self._pairs.leaves(pair.step.obs, pair.env))
 
     def _first(self, pair: Pair, path: Path) -> Array | None:
-        value = _part(pair.write.values, path)
-        return None if value is None else np.asarray(value[0][pair.env] if self._pairs.num_envs > 1 else value[0])
+        value = self._pairs.given(pair.write, path)
+        if value is None:
+            return None
+        return self._pairs.held(value[0][pair.env] if self._pairs.num_envs > 1 else value[0], path)
 
     def _of_step(self, pair: Pair) -> Iterator[Stored]:
         pairs, paths = self._pairs, self._pairs.mapping.observed
@@ -233,8 +245,10 @@ class ObservationFindings:
         if pair.ends:
             stored.following = self._following(pair)
         if pairs.num_envs > 1:
-            all_envs = pairs.leaves(pair.step.next_obs)
-            stored.same_step = {path: np.delete(value, pair.env, 0) for path, value in all_envs.items()}
+            all_envs = pairs.all_leaves(pair.step.next_obs)
+            stored.same_step = {
+                path: [value for env, value in enumerate(each) if env != pair.env] for path, each in all_envs.items()
+            }
         yield stored
         if takes_final:
             stored.argument = "final_obs"
@@ -249,7 +263,7 @@ class ObservationFindings:
         after = pair.step.number + 1
         for steps, obs in self._recording.resets:
             if steps == after:
-                return self._pairs.leaves(obs, None if self._recording.num_envs is None else pair.env)
+                return self._pairs.leaves(obs, pair.env)
         begun = [step for step in self._recording.steps[after : after + 1] if step.is_reset[pair.env]]
         return self._pairs.leaves(begun[0].next_obs, pair.env) if begun else {}
 
@@ -259,12 +273,8 @@ class ObservationFindings:
     @cached_property
     def _given(self) -> set[int]:
         """All observations that the environment gave, by what `_key` makes of each part."""
-        whole = [step.next_obs for step in self._recording.steps]
-        resets = [obs for _, obs in self._recording.resets]
-        single = self._recording.num_envs is None
-        parts = [part for obs in whole for value in self._pairs.leaves(obs).values() for part in value]
-        for obs in resets:
-            parts += [part for value in self._pairs.leaves(obs).values() for part in ([value] if single else value)]
+        whole = [step.next_obs for step in self._recording.steps] + [obs for _, obs in self._recording.resets]
+        parts = [part for obs in whole for each in self._pairs.all_leaves(obs).values() for part in each]
         return set(map(_key, parts))
 
 
@@ -294,9 +304,14 @@ def _of(row: Stored, path: Path) -> Array:
     return value
 
 
-def _part(values: Mapping[str, Any], path: Path) -> Array | None:
-    value = given_at(values, path)
-    return None if value is None else np.asarray(value)
+def _is_cut(found: Array, given: Array) -> bool:
+    return len(found) < len(given) and AS_IT_IS.makes(found, given[: len(found)])
+
+
+def _are_cut_alike(path: Path, rows: list[Stored]) -> bool:
+    """Returns whether a loop cuts values to one largest length, which is its own business."""
+    longest = max((len(_of(row, path)) for row in rows), default=0)
+    return all(AS_IT_IS.makes(_of(row, path), row.expected[path][:longest]) for row in rows)
 
 
 def _known(verdicts: list[str]) -> int:
@@ -312,7 +327,7 @@ def vary(values: list[Array]) -> bool:
 def _scaling(rows: list[tuple[Array, Array]]) -> Scaling | None:
     """Returns the scaling `a * x + b`, for each element, that most rows have; None: there is none."""
     rows = [(given, found) for given, found in rows if given.shape == found.shape]
-    if len(rows) < FEW:
+    if len(rows) < FEW or len({given.shape for given, _ in rows}) > 1:
         return None
     chosen = [rows[i] for i in np.linspace(0, len(rows) - 1, min(len(rows), FIT_ROWS)).astype(int)]
     x, y = (np.stack([np.asarray(row[side], np.float64) for row in chosen]) for side in (0, 1))

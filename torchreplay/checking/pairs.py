@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from torchreplay.buffer.final_observations import FinalObservations
 from torchreplay.checking.field_mapping import FieldMapping, lookup
 from torchreplay.checking.loop_recording import EnvStep, LoopRecording, Write
+from torchreplay.checking.ragged_values import as_array
 from torchreplay.checking.rollout import of_env
-from torchreplay.schema.spec import Path
+from torchreplay.schema.spec import Path, Ragged
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +74,33 @@ class Pairs:
 
     def written(self, pair: Pair, path: Path) -> NDArray[Any] | None:
         """Returns what a row holds at `path`; None where the call did not give it."""
-        write, value = pair.write, given_at(pair.write.values, path)
+        write, value = pair.write, self.given(pair.write, path)
         if value is None:
             return None
-        array: NDArray[Any] = np.asarray(value)
         if write.call == "writer.append" or (write.call == "writer.step" and write.num_envs is None):
-            return array
+            return self.held(value, path)
         if write.call == "writer.step" or not self.mapping.linked:
-            return np.asarray(array[pair.row])
+            return self.held(value[pair.row], path)
         # An episode has an observation more than steps.
-        row = array[pair.row + (path in self.mapping.observed)]
-        return np.asarray(row[pair.env] if self.num_envs > 1 else row)
+        row = value[pair.row + (path in self.mapping.observed)]
+        return self.held(row[pair.env] if self.num_envs > 1 else row, path)
+
+    def given(self, write: Write, path: Path) -> Any:
+        """Returns what a call was given at `path`: an array, or where values have any length what it was."""
+        value, column = given_at(write.values, path), self.mapping.fields.get(path)
+        if value is None or not isinstance(column, Ragged):
+            return None if value is None else np.asarray(value)
+        lengths = given_at(write.values, ("lengths", *path))
+        if lengths is None and column.like is not None:
+            lengths = given_at(write.values, ("lengths", *column.like.split("/")))
+        if lengths is None and write.call.endswith("extend") and _is_packed(value):
+            value, lengths = value
+        return value if lengths is None else unpacked(np.asarray(value), np.asarray(lengths))
+
+    def held(self, value: Any, path: Path) -> NDArray[Any]:
+        """Returns one row's value as an array."""
+        column = self.mapping.fields.get(path)
+        return np.asarray(value) if column is None else as_array(value, column)
 
     def final(self, pair: Pair, path: Path) -> NDArray[Any] | None:
         """Returns what a row at an episode's end holds at `path`, where the writer took `final_obs`."""
@@ -94,16 +111,22 @@ class Pairs:
         names = ["/".join(name) for name in self.mapping.named]
         with suppress(ValueError, KeyError, IndexError, TypeError):
             values = FinalObservations(self.mapping.fields, ended).by_name(given, names)
-            return np.asarray(lookup(values, path)[pair.env])
+            return self.held(lookup(values, path)[pair.env], path)
         return None
 
-    def leaves(self, obs: Any, env: int | None = None) -> dict[Path, NDArray[Any]]:
-        """Returns the parts of an environment's observation by the fields that hold them; of `env`, or of the whole."""
-        named, found = self.mapping.observation(obs), {}
+    def leaves(self, obs: Any, env: int) -> dict[Path, NDArray[Any]]:
+        """Returns the parts of one environment's observation by the fields that hold them."""
+        return {path: each[env] for path, each in self.all_leaves(obs).items()}
+
+    def all_leaves(self, obs: Any) -> dict[Path, Sequence[NDArray[Any]]]:
+        """Returns the parts of an observation by the fields that hold them: for each environment one."""
+        named, found = self.mapping.observation(obs), dict[Path, Sequence[NDArray[Any]]]()
         for path in self.mapping.observed:
-            value = given_at(named, path)
-            if value is not None and not isinstance(value, Mapping | tuple):
-                found[path] = np.asarray(value) if env is None else np.asarray(value)[env]
+            value, column = given_at(named, path), self.mapping.fields[path]
+            if value is not None and isinstance(column, Ragged):
+                found[path] = [as_array(part, column) for part in value]
+            elif value is not None and not isinstance(value, Mapping | tuple):
+                found[path] = list(np.asarray(value))
         return found
 
     def led_to(self, pair: Pair, same_step: bool) -> dict[Path, NDArray[Any]]:
@@ -111,7 +134,16 @@ class Pairs:
         if not (same_step and pair.ends):
             return self.leaves(pair.step.next_obs, pair.env)
         final = pair.step.final_obs
-        return {} if final is None else self.leaves(of_env(final, pair.env))
+        return {} if final is None else self.leaves_of_one(final, pair.env)
+
+    def leaves_of_one(self, obs: Any, env: int) -> dict[Path, NDArray[Any]]:
+        """Returns the same, where the environments may each have an observation of their own."""
+        own, found = self.mapping.observation(of_env(obs, env, self.recording.space)), dict[Path, NDArray[Any]]()
+        for path in self.mapping.observed:
+            value, column = given_at(own, path), self.mapping.fields[path]
+            if value is not None and (isinstance(column, Ragged) or not isinstance(value, Mapping | tuple)):
+                found[path] = as_array(value, column)
+        return found
 
     def _paired(self) -> Iterator[Pair]:
         cursor = 0
@@ -170,3 +202,19 @@ def given_at(values: Mapping[str, Any], path: Path) -> Any:
         return lookup(values, path)
     except (KeyError, IndexError, TypeError, ValueError):
         return None
+
+
+def _is_packed(value: Any) -> bool:
+    """Returns whether it is all elements and the lengths of values, and not two values."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    elements, lengths = map(np.asarray, value)
+    return lengths.ndim == 1 and lengths.dtype.kind in "iu" and int(lengths.sum()) == len(elements)
+
+
+def unpacked(values: NDArray[Any], lengths: NDArray[Any]) -> list[Any]:
+    """Returns values that lie one after the other as a list of as many as there are lengths, nested as these are."""
+    parts: list[Any] = np.split(values, np.cumsum(lengths.reshape(-1))[:-1])
+    for size in reversed(lengths.shape[1:]):
+        parts = [parts[first : first + size] for first in range(0, len(parts), size)]
+    return parts

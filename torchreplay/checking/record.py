@@ -5,11 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
 from torchreplay.buffer.replay_buffer import ReplayBuffer
-from torchreplay.checking.casting import Casting, cast
+from torchreplay.checking.casting import Casting
 from torchreplay.checking.field_mapping import FieldMapping, lookup
+from torchreplay.checking.ragged_values import zeros
 from torchreplay.checking.rollout import Call, Play, Row
 from torchreplay.schema.spec import Path
 
@@ -21,8 +20,9 @@ def write_rows(buffer: ReplayBuffer, played: Play, filling: FieldMapping, castin
             for row, reached in pairwise(stream):
                 if reached.step == 0:
                     continue
-                values = filling.observation(row.obs) | filling.observation(reached.obs, "next_")
-                values |= filling.step(reached, filling.fill(None))
+                values = filling.written(row.obs, False) | filling.written(reached.obs, False, "next_")
+                given = values | {"action": filling.action(reached.action, False)}
+                values |= filling.step(reached, filling.fill(None, given), False)
                 try:
                     row.key = writer.append(**values)
                 except ValueError as error:
@@ -41,10 +41,14 @@ def write_steps(buffer: ReplayBuffer, played: Play, filling: FieldMapping, casti
         buffer.writer() if num_envs is None else buffer.writer(num_envs=num_envs, autoreset=played.autoreset) as writer
     ):
         for call in played.calls:
-            fill = {} if call.is_reset else filling.fill(num_envs)
+            lanes = num_envs is not None
+            observation = filling.written(call.obs, lanes)
+            fill = {}
+            if not call.is_reset:
+                fill = filling.fill(num_envs, observation | {"action": filling.action(call.action, lanes)})
             first = next(iter(call.rows.values()))
             try:
-                keys = _write(writer, call, filling, fill)
+                keys = _write(writer, call, filling, fill, observation, lanes)
             except ValueError as error:
                 raise ValueError(
                     f"{first if num_envs is None else f'{first} and the other environments'}: {error}"
@@ -55,12 +59,13 @@ def write_steps(buffer: ReplayBuffer, played: Play, filling: FieldMapping, casti
                 _note_values(row, filling, own, casting)
 
 
-def _write(writer: Any, call: Call, filling: FieldMapping, fill: dict[Path, Any]) -> Any:
-    observation = filling.observation(call.obs)
+def _write(
+    writer: Any, call: Call, filling: FieldMapping, fill: dict[Path, Any], observation: dict[str, Any], lanes: bool
+) -> Any:
     if call.is_reset:
         return writer.reset(**observation, **({} if call.mask is None else {"mask": call.mask}))
     last = {} if call.final_obs is None else {"final_obs": filling.final_obs(call.final_obs)}
-    return writer.step(**_merged(observation, filling.step(call, fill)), **last)
+    return writer.step(**_merged(observation, filling.step(call, fill, lanes)), **last)
 
 
 def _note_keys(call: Call, keys: Any, written: int) -> int:
@@ -74,13 +79,13 @@ def _note_keys(call: Call, keys: Any, written: int) -> int:
 
 
 def _note_values(row: Row, filling: FieldMapping, fill: dict[Path, Any], casting: Casting) -> None:
-    values = filling.observation(row.obs)
+    values = filling.written(row.obs, False)
     if row.step > 0:
-        values = _merged(values, filling.step(row, fill))
+        values = _merged(values, filling.step(row, fill, False))
     for path, field in filling.fields.items():
         name = "/".join(path)
         if row.step == 0 and path not in filling.observed:
-            row.values[name] = cast(np.zeros(field.shape), field.dtype)
+            row.values[name] = zeros(field)
         else:
             row.values[name] = casting(name, field, lookup(values, path), row)
 

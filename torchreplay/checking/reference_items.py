@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,6 +14,8 @@ from torchreplay.schema.views import Sequences, Transitions, View
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Stream: TypeAlias = list[Row]
+Item: TypeAlias = dict[str, Any]
+"""Arrays by entry; of a ragged field of which an item has several values, a list of them."""
 
 
 def within(path: str, names: Iterable[str]) -> bool:
@@ -37,7 +39,7 @@ class RowItems:
         """Returns all positions."""
         return range(len(stream))
 
-    def item(self, stream: Stream, i: int) -> dict[str, Array]:
+    def item(self, stream: Stream, i: int) -> Item:
         """Returns the row's values."""
         return stream[i].values
 
@@ -47,7 +49,8 @@ class TransitionItems:
 
     computed: tuple[str, ...]
 
-    def __init__(self, view: Transitions | Hindsight) -> None:
+    def __init__(self, view: Transitions | Hindsight, ragged: Container[str]) -> None:
+        self.ragged = ragged
         self.only_ended = isinstance(view, Hindsight)
         self.n_step = view.n_step if isinstance(view, Transitions) else 1
         self.gamma = view.gamma
@@ -64,10 +67,10 @@ class TransitionItems:
             if steps and (steps[-1].ends or (len(steps) == self.n_step and not self.only_ended)):
                 yield i
 
-    def item(self, stream: Stream, i: int) -> dict[str, Array]:
+    def item(self, stream: Stream, i: int) -> Item:
         """Returns the first step's values, the return, and the observation and flags at its end."""
         steps = steps_after(stream, i, self.n_step)
-        item = {}
+        item: Item = {}
         for path in stream[i].values:
             if within(path, self.observation):
                 item[path] = self._frames(stream, i, path)
@@ -87,12 +90,13 @@ class TransitionItems:
         item["discount"] = np.asarray(discounts[-1] * going_on, np.float32)
         return item
 
-    def _frames(self, stream: Stream, i: int, path: str) -> Array:
+    def _frames(self, stream: Stream, i: int, path: str) -> Array | list[Array]:
         frames = next((n for name, n in self.stack.items() if within(path, [name])), None)
         if frames is None:
             return stream[i].values[path]
         first = i - stream[i].step
-        return np.stack([stream[max(first, j)].values[path] for j in range(i - frames + 1, i + 1)])
+        values = [stream[max(first, j)].values[path] for j in range(i - frames + 1, i + 1)]
+        return values if path in self.ragged else np.stack(values)
 
 
 class SequenceItems:
@@ -100,7 +104,8 @@ class SequenceItems:
 
     computed: tuple[str, ...] = ()
 
-    def __init__(self, view: Sequences) -> None:
+    def __init__(self, view: Sequences, ragged: Container[str]) -> None:
+        self.ragged = ragged
         self.steps = view.burn_in + view.length
         self.least = view.burn_in + 1 if view.partial else self.steps
         self.stride = view.length if view.stride is None else view.stride
@@ -118,27 +123,29 @@ class SequenceItems:
             if row.step % self.stride == 0 and (len(steps) == self.steps or cut_short):
                 yield i
 
-    def item(self, stream: Stream, i: int) -> dict[str, Array]:
+    def item(self, stream: Stream, i: int) -> Item:
         """Returns the window's values, padded with zeros, and what is real in it."""
         rows = stream[i : i + 1 + self.steps] if self.across else [stream[i], *steps_after(stream, i, self.steps)]
-        item = {
+        item: Item = {
             "mask": _padded([np.asarray(row.step > 0) for row in rows[1:]], self.steps),
             "is_first": _padded([np.asarray(row.step == 0) for row in rows[: self.steps]], self.steps),
         }
         for path in stream[i].values:
             values = [row.values[path] for row in rows]
-            if within(path, self.observation):
-                item[path] = _padded(values, self.steps + 1)
-            else:
-                item[path] = values[1] if within(path, self.initial) else _padded(values[1:], self.steps)
+            if within(path, self.initial) and not within(path, self.observation):
+                item[path] = values[1]
+                continue
+            seen = within(path, self.observation)
+            values, length = (values, self.steps + 1) if seen else (values[1:], self.steps)
+            item[path] = _filled_up(values, length) if path in self.ragged else _padded(values, length)
         return item
 
 
 class HindsightItems(TransitionItems):
     """`Hindsight(...)`: what is relabelled is left to `allowed_goals`."""
 
-    def __init__(self, view: Hindsight) -> None:
-        super().__init__(view)
+    def __init__(self, view: Hindsight, ragged: Container[str]) -> None:
+        super().__init__(view, ragged)
         self.strategy = view.strategy
         self.achieved, self.desired = view.achieved, view.desired
         self.relabelled = [self.desired, f"next_{self.desired}", self.reward]
@@ -157,14 +164,19 @@ Items: TypeAlias = RowItems | TransitionItems | SequenceItems
 """How the rows of a stream make items."""
 
 
-def items_of(view: View) -> Items:
-    """Returns how `view` makes items."""
+def items_of(view: View, ragged: Container[str]) -> Items:
+    """Returns how `view` makes items; `ragged` are the fields whose values have any length."""
     if isinstance(view, Hindsight):
-        return HindsightItems(view)
+        return HindsightItems(view, ragged)
     if isinstance(view, Sequences):
-        return SequenceItems(view)
-    return TransitionItems(view) if isinstance(view, Transitions) else RowItems()
+        return SequenceItems(view, ragged)
+    return TransitionItems(view, ragged) if isinstance(view, Transitions) else RowItems()
 
 
 def _padded(values: list[Array], length: int) -> Array:
     return np.stack([*values, *[np.zeros_like(values[0])] * (length - len(values))])
+
+
+def _filled_up(values: list[Array], length: int) -> list[Array]:
+    """Returns so many values, the last ones of length 0."""
+    return [*values, *[values[0][:0]] * (length - len(values))]

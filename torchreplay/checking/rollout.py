@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from torchreplay.buffer.writer import OwnAutoreset, checked_autoreset
+from torchreplay.schema.spaces import single_spaces
 
 
 @dataclass(slots=True)
@@ -114,8 +115,9 @@ def play(env: Any, episodes: int, max_steps: int, seed: int) -> Play:
 def _play_vector(env: Any, episodes: int, max_steps: int, seed: int) -> Play:
     autoreset = checked_autoreset(env.metadata.get("autoreset_mode", "next_step"))
     streams = [_Env(i) for i in range(env.num_envs)]
+    space, _ = single_spaces(env)
     obs = deepcopy(env.reset(seed=seed)[0])
-    calls = [Call(obs, {stream.index: stream.starts(of_env(obs, stream.index)) for stream in streams})]
+    calls = [Call(obs, {stream.index: stream.starts(of_env(obs, stream.index, space)) for stream in streams})]
     over = np.zeros(len(streams), bool)
     ended = 0
     for _ in range(max_steps):
@@ -123,7 +125,7 @@ def _play_vector(env: Any, episodes: int, max_steps: int, seed: int) -> Play:
         over = np.logical_or(calls[-1].terminated, calls[-1].truncated)
         if autoreset == "disabled" and over.any():
             obs = deepcopy(env.reset(options={"reset_mask": over.copy()})[0])
-            rows = {i: streams[i].starts(of_env(obs, i)) for i in map(int, np.flatnonzero(over))}
+            rows = {i: streams[i].starts(of_env(obs, i, space)) for i in map(int, np.flatnonzero(over))}
             calls.append(Call(obs, rows, mask=over))
         ended += int(over.sum())
         if ended >= episodes:
@@ -132,36 +134,61 @@ def _play_vector(env: Any, episodes: int, max_steps: int, seed: int) -> Play:
 
 
 def _step_vector(env: Any, streams: list[_Env], autoreset: OwnAutoreset, over: np.ndarray[Any, Any]) -> Call:
+    space, actions = single_spaces(env)
     action = env.action_space.sample()
     obs, reward, terminated, truncated, info = deepcopy(env.step(action))
     final_obs = info.get("final_obs") if autoreset == "same_step" else None
     call = Call(obs, {}, action, reward, terminated, truncated, final_obs)
     for stream in streams:
         i = stream.index
-        here = of_env(obs, i)
+        here = of_env(obs, i, space)
         if autoreset == "next_step" and over[i]:
             call.rows[i] = stream.starts(here)
             continue
         at_end = autoreset == "same_step" and (terminated[i] or truncated[i])
-        led_to = of_env(final_obs, i) if at_end and final_obs is not None else here
-        call.rows[i] = stream.goes_on(led_to, of_env(action, i), reward[i], terminated[i], truncated[i])
+        led_to = of_env(final_obs, i, space) if at_end and final_obs is not None else here
+        call.rows[i] = stream.goes_on(led_to, of_env(action, i, actions), reward[i], terminated[i], truncated[i])
         if at_end:
             call.resets.append(stream.starts(here))
     return call
 
 
-def of_env(values: Any, index: int) -> Any:
-    """Returns the part of one environment of a vector environment's values, however they are nested."""
+def of_env(values: Any, index: int, space: Any) -> Any:
+    """Returns the part of one environment of a vector environment's values, however they are nested.
+
+    Args:
+        values: Of all environments.
+        index: Of the environment.
+        space: Of one environment.
+    """
 
     def own(part: Any) -> Any:
         # An array of objects has one for each environment.
         return part[index, ...] if isinstance(part, np.ndarray) and part.dtype != object else part[index]
 
-    return each_part(own, values)
+    return each_part(own, values, space)
 
 
-def each_part(change: Callable[[Any], Any], values: Any) -> Any:
-    """Returns what `change` makes of values, or of each part of nested ones, in dicts and tuples as they are."""
+def each_part(change: Callable[[Any], Any], values: Any, space: Any = None) -> Any:
+    """Returns what `change` makes of values, or of each part of nested ones, in dicts and tuples as they are.
+
+    Args:
+        change: What is done to each part.
+        values: Perhaps nested.
+        space: Of the values, or of one of several; a value of any length is one part. None: nobody knows.
+    """
+    inner = getattr(space, "spaces", None)
     if isinstance(values, Mapping):
-        return {name: each_part(change, value) for name, value in values.items()}
-    return tuple(each_part(change, value) for value in values) if isinstance(values, tuple) else change(values)
+        parts = inner if isinstance(inner, Mapping) else {}
+        return {name: each_part(change, value, parts.get(name)) for name, value in values.items()}
+    if hasattr(values, "_fields"):
+        return change(values) if space is not None else type(values)(*(each_part(change, part) for part in values))
+    if not isinstance(values, tuple) or (space is not None and has_any_length(space)):
+        return change(values)
+    of = inner if isinstance(inner, tuple) and len(inner) == len(values) else [None] * len(values)
+    return tuple(each_part(change, value, part) for value, part in zip(values, of, strict=True))
+
+
+def has_any_length(space: Any) -> bool:
+    """Returns whether a space's values are texts, sequences or graphs."""
+    return any(hasattr(space, name) for name in ("character_set", "feature_space", "node_space"))

@@ -12,7 +12,7 @@ from torchreplay.checking.field_mapping import lookup
 from torchreplay.checking.loop_recording import EnvStep
 from torchreplay.checking.observation_findings import AS_IT_IS, vary
 from torchreplay.checking.pairs import Pair, Pairs
-from torchreplay.schema.spec import Path
+from torchreplay.schema.spec import Path, Ragged
 
 StepInEnv: TypeAlias = tuple[EnvStep | None, int]
 """A step, if there is one, and the index of an environment."""
@@ -43,7 +43,7 @@ def action_findings(pairs: Pairs) -> Iterator[Found]:
             yield where, NO_ACTION, len(rows)
             continue
         for name, other in _others(pairs).items():
-            wrong = _as_another(rows, other, path)
+            wrong = _as_another(pairs, rows, other, path)
             if wrong:
                 yield where, OTHER_ACTION.format(name), wrong
                 break
@@ -101,25 +101,29 @@ def _others(pairs: Pairs) -> dict[str, Callable[[Pair], StepInEnv]]:
 
 def _action(pairs: Pairs, pair: Pair, path: Path) -> tuple[Pair, NDArray[Any], NDArray[Any]] | None:
     """Returns the action that was written and the one that was taken; None where they cannot be compared."""
-    written, own = pairs.written(pair, path), _leaf((pair.step, pair.env), path)
-    return None if written is None or own is None or written.shape != own.shape else (pair, written, own)
+    written, own = pairs.written(pair, path), _leaf(pairs, (pair.step, pair.env), path)
+    if written is None or own is None:
+        return None
+    any_length = isinstance(pairs.mapping.fields[path], Ragged)
+    is_comparable = written.shape[1:] == own.shape[1:] if any_length else written.shape == own.shape
+    return (pair, written, own) if is_comparable else None
 
 
-def _leaf(at: StepInEnv, path: Path) -> NDArray[Any] | None:
+def _leaf(pairs: Pairs, at: StepInEnv, path: Path) -> NDArray[Any] | None:
     step, env = at
     try:
-        return None if step is None else np.asarray(np.asarray(lookup(step.action, path[1:]))[env])
+        return None if step is None else pairs.held(lookup(step.action, path[1:])[env], path)
     except (KeyError, IndexError, TypeError, ValueError):
         return None
 
 
 def _as_another(
-    rows: list[tuple[Pair, NDArray[Any], NDArray[Any]]], other: Callable[[Pair], StepInEnv], path: Path
+    pairs: Pairs, rows: list[tuple[Pair, NDArray[Any], NDArray[Any]]], other: Callable[[Pair], StepInEnv], path: Path
 ) -> int:
     """Returns in how many rows another's action is, if that is so in most."""
     wrong = right = 0
     for pair, written, own in rows:
-        theirs = _leaf(other(pair), path)
+        theirs = _leaf(pairs, other(pair), path)
         if theirs is not None and not np.array_equal(own, theirs):
             wrong += AS_IT_IS.makes(written, theirs)
             right += AS_IT_IS.makes(written, own)

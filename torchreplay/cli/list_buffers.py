@@ -14,6 +14,7 @@ from rich.text import Text
 from torchreplay.cli.figures import count_text, percent_text, seconds_text
 from torchreplay.cli.tables import print_whole
 from torchreplay.monitoring.survey import LOOK, Listed, survey
+from torchreplay.segment.reservation import size_text
 
 PIPE_WIDTH = 160
 """Characters of a line that goes to no terminal."""
@@ -57,24 +58,28 @@ def _table(found: Sequence[Listed], nodes: bool) -> Table:
     for header in (*(("node",) if nodes else ()), "name", "inode", "process"):
         table.add_column(header, no_wrap=True)
     table.add_column("program", ratio=1, min_width=12, no_wrap=True, overflow="ellipsis")
-    queues = any(listed.to_draw >= 0 for listed in found)
+    queues, ragged = any(listed.to_draw >= 0 for listed in found), any(listed.ragged_bytes for listed in found)
     of_queues = ("to draw", "held") if queues else ()
-    for header in ("rows", "full", "rows/s", "batches/s", "writers", "learners", *of_queues, "age"):
+    of_values = ("values",) if ragged else ()
+    for header in ("rows", "full", *of_values, "rows/s", "batches/s", "writers", "learners", *of_queues, "age"):
         table.add_column(header, justify="right", no_wrap=True)
     for listed in found:
         node = (listed.node[:8],) if nodes else ()
         name = Text(listed.name, style="bold cyan")
-        table.add_row(*node, name, f"#{listed.inode}", f"{listed.pid}", Text(listed.program), *_figures(listed, queues))
+        about = (name, f"#{listed.inode}", f"{listed.pid}", Text(listed.program))
+        table.add_row(*node, *about, *_figures(listed, queues, ragged))
     return table
 
 
-def _figures(listed: Listed, queues: bool) -> tuple[str, ...]:
+def _figures(listed: Listed, queues: bool, ragged: bool) -> tuple[str, ...]:
     if listed.trouble:
-        return ("-",) * (9 if queues else 7)
+        return ("-",) * (7 + 2 * queues + ragged)
+    values = f"{percent_text(listed.ragged_fill)} of {size_text(listed.ragged_bytes)}" if listed.ragged_bytes else "-"
     waiting = (count_text(listed.to_draw), count_text(listed.held_items)) if listed.to_draw >= 0 else ("-", "-")
     return (
         f"{count_text(listed.rows)} / {count_text(listed.capacity)}",
         percent_text(listed.rows / listed.capacity),
+        *((values,) if ragged else ()),
         count_text(listed.rows_per_second),
         count_text(listed.batches_per_second),
         f"{listed.writers}",

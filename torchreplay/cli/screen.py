@@ -153,6 +153,7 @@ def _head(findings: Findings, width: int) -> Text:
         held = f"{rows:,} of {buffer.capacity:,} {in_use}, {percent_text(share)}, {size_text(buffer.nbytes)}"
         lines = [Text(meter(share, width), style=ACCENT)]
         lines += [Text(line, style="bold") for line in textwrap.wrap(held, width)]
+        lines += [Text(line, style="bold") for line in textwrap.wrap(_values_text(findings), width)]
         lines += [Text(line, style=DIM) for line in textwrap.wrap(", ".join(filter(None, made_of)), width)]
         return _lines([*lines, *([Text("stopped", style=BAD)] if now.stopped else [])])
     return _lines(
@@ -162,9 +163,26 @@ def _head(findings: Findings, width: int) -> Text:
                 (f"  {rows:,} of {buffer.capacity:,} {in_use}", "bold"),
                 f"  {percent_text(share)}, {size_text(buffer.nbytes)}",
             ),
+            *([_values(findings)] if buffer.ragged_bytes else []),
             Text.assemble(("  ".join(filter(None, made_of)), DIM), ("  stopped" if now.stopped else "", BAD)),
         ]
     )
+
+
+def _values(findings: Findings) -> Text:
+    return Text.assemble((meter(findings.now.ragged_fill, 24), ACCENT), (f"  {_values_text(findings)}", "bold"))
+
+
+def _values_text(findings: Findings) -> str:
+    """Returns how full the second measure is; of a buffer whose values are all of one size: ""."""
+    buffer = findings.buffer
+    if not buffer.ragged_bytes:
+        return ""
+    return f"{_share_of_values(findings)} for values of any length, in pages of {buffer.page_bytes:,} bytes"
+
+
+def _share_of_values(findings: Findings) -> str:
+    return f"{percent_text(findings.now.ragged_fill)} of {size_text(findings.buffer.ragged_bytes)}"
 
 
 def _told_of(sampler: Sampler) -> str:
@@ -385,6 +403,7 @@ def plain_line(findings: Findings, advice: list[Advice]) -> str:
     queue = now.queue
     parts = [
         f"{buffer.name}: {buffer.fill(now):,}/{buffer.capacity:,} rows",
+        *([f"values {_share_of_values(findings)}"] if buffer.ragged_bytes else []),
         f"{count_text(timeline.rate('head'))} rows/s",
         f"{count_text(timeline.rate('draws'))} batches/s",
         f"samples/insert {now.samples_per_insert:.3g}{target}"

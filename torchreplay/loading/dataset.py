@@ -132,7 +132,8 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         timeout: Seconds that one draw may wait for data before it raises `ReplayTimeout`; None waits for as long
             as a writer is alive.
         pin: How batches reach a CUDA device. `"staging"` (the default there): they are drawn into page-locked memory,
-            at most `prefetch + 4` slots of a batch's size. `"ring"`: likewise, and the buffer's whole memory is
+            at most `prefetch + 4` slots of a batch's size. Values of any length have memory of their own in each slot,
+            which grows to the largest batch so far. `"ring"`: likewise, and the buffer's whole memory is
             page-locked until it is closed, so that copies from `buffer.storage` are fast too. `"off"`: they are copied
             one tensor at a time from pageable memory. Where memory cannot be page-locked, a warning says so, and the
             copies are slower.
@@ -279,8 +280,6 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
                 position += 1
                 here = self._here()
                 here.position, here.stream, here.last_epoch = position, stream, last_epoch
-                if self.budget is not None:
-                    source_of(self.buffer).warn_of_budget(self.budget, batch)
                 yield self._on_device(batch, staging, stream)  # which nobody holds here while its user does
             if self.epochs is not None:
                 here = self._here()
@@ -487,13 +486,16 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         refuse_worker(self)
         if self.epochs is not None:
             return None
-        return source_of(self.buffer).staging(self.batch_size, self.prefetch, self.device, self.pin)
+        return source_of(self.buffer).staging(self.batch_size, self.prefetch, self.device, self.pin, self.budget)
 
     def _on_device(self, batch: ReplayBatch, staging: Staging | None, stream: Batches) -> ReplayBatch:
         if staging is None:
-            return batch if self.device is None else batch.to(self.device)
-        moved = staging.hand_out(batch)
-        staging.copy_ahead(stream.ready)
+            moved = batch if self.device is None else batch.to(self.device)
+        else:
+            moved = staging.hand_out(batch)
+            staging.copy_ahead(stream.ready)
+        if self.budget is not None:
+            source_of(self.buffer).warn_of_budget(self.budget, moved)
         return moved
 
     def _share_of_this_worker(self) -> int | None:

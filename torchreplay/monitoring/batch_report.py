@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torchreplay.buffer.base import Replay
 from torchreplay.buffer.episodes import episode_starts
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
-from torchreplay.schema.batch import keys_of
+from torchreplay.schema.batch import keys_of, ragged_bounds
 from torchreplay.schema.views import Rows
 from torchreplay.validation import checked_instance
 
@@ -24,6 +24,8 @@ FEW_EFFECTIVE: Final = 0.5
 ONE_SIDED: Final = 0.8
 """Share of one of several writers from which on it is."""
 MANY_GONE: Final = 0.1
+USED_UP: Final = 0.95
+"""Share of a measure, rows or bytes, from which on it is full."""
 SHOWN: Final = 5
 """Writers, episodes and values that the text names; the rest are added up."""
 
@@ -59,6 +61,7 @@ class BatchReport:
         effective_size: (sum w)^2 / sum w^2: as many equally weighted items say as much (Kish 1965).
         versions: Policy versions that each item was behind the learner's; None: its rows do not say.
         probabilities: Probability of each item's draw; None: the batch has none.
+        lengths: Of ragged fields: elements of each item, over all its steps. Fields that are `like` another have its.
         shares: How often each value occurs, the commonest first. `"writer"` and `"episode"` are there where the buffer
             knows them, `"buffer"` in a batch of several, and each column asked for.
         remarks: What is worth a look, in words.
@@ -80,6 +83,7 @@ class BatchReport:
     effective_size: float | None
     versions: Range | None
     probabilities: Range | None
+    lengths: dict[str, Range]
     shares: dict[str, dict[int, int]]
     remarks: tuple[str, ...]
 
@@ -95,6 +99,7 @@ class BatchReport:
             lines.append(f"weights       {self.weights}; effective sample size {self.effective_size:,.1f}")
         if self.probabilities is not None:
             lines.append(f"probabilities {self.probabilities}")
+        lines += [f"{name:13} {of} elements" for name, of in self.lengths.items()]
         lines += [f"{name + 's':13} {_share_text(counts, self.items)}" for name, counts in self.shares.items()]
         return "\n".join([*lines, *(f"look at: {text}" for text in self.remarks)])
 
@@ -145,6 +150,7 @@ def explain(batch: Mapping[str, Any], buffer: Replay | None = None, *, by: Itera
         effective_size=effective,
         versions=None if batch.get("age") is None else Range.of(_numpy(batch["age"])),
         probabilities=None if probability is None else Range.of(_numpy(probability)),
+        lengths=_lengths(batch),
         shares=shares,
         remarks=(),
     )
@@ -166,6 +172,16 @@ def _look_up(
         episodes = episode_starts(sampler, keys)
         shares["episode"] = _counted(episodes[episodes >= 0])
     return Range.of(buffer.next_key - 1 - keys), int((~there).sum())
+
+
+def _lengths(batch: Mapping[str, Any]) -> dict[str, Range]:
+    """Returns how many elements items have in ragged fields, by name; of those with the same lengths the first."""
+    found, seen = dict[str, Range](), set[int]()
+    for name, (offsets, lengths) in ragged_bounds(batch).items():
+        if id(offsets) not in seen:
+            found[name] = Range.of(_numpy(lengths.reshape(len(lengths), -1).sum(1)))
+        seen.add(id(offsets))
+    return found
 
 
 def _weights(batch: Mapping[str, Any], items: int) -> tuple[Range | None, float | None]:
@@ -192,6 +208,12 @@ def _remarks(report: BatchReport, buffer: Replay | None) -> Iterable[str]:
         yield (
             f"{100 * report.gone / report.items:.0f} % of the rows are overwritten already: their TD errors come too "
             f"late. Lower prefetch, or enlarge the buffer"
+        )
+    held = buffer.stats() if isinstance(buffer, ReplayBuffer) else None
+    if held is not None and held.ragged_fill > USED_UP and held.size < USED_UP * held.capacity:
+        yield (
+            f"values take all of ragged_bytes, {held.ragged_bytes:,}, with {held.size:,} of {held.capacity:,} rows: "
+            f"raise ragged_bytes to hold more rows, or lower the capacity"
         )
     writers = report.shares.get("writer", {})
     alive = buffer.stats().writers if buffer is not None and writers else 0

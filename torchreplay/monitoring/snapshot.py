@@ -131,6 +131,7 @@ class Snapshot:
         limiter: Who must wait.
         participants: Who takes part.
         queue: Of a queue, what is known beside; None of others.
+        ragged_fill: Share of the bytes for values of any length that rows take; 0 where there are none.
     """
 
     time: float
@@ -163,6 +164,7 @@ class Snapshot:
     limiter: Limiter
     participants: tuple[Participant, ...]
     queue: QueueFacts | None
+    ragged_fill: float = 0.0
 
     @classmethod
     def of(cls, facts: dict[str, Any], queue: QueueFacts | None) -> Snapshot:
@@ -221,6 +223,8 @@ class LiveBuffer(Closeable):
         config: What it was made of.
         nonce: Its identity.
         nbytes: Of its memory, or its file.
+        ragged_bytes: For the values of ragged fields; 0: there are none.
+        page_bytes: Of the pages in which these lie.
         sees_processes: Whether the processes in its table are those that this one sees: not in another container.
 
     Raises:
@@ -241,6 +245,8 @@ class LiveBuffer(Closeable):
             self.close()
             raise ConnectionError(str(error)) from None
         self.nonce, self.nbytes = self._reader.nonce, self._reader.nbytes
+        regions = self._reader.regions
+        self.page_bytes, self.ragged_bytes = regions["page_bytes"], regions["page_count"] * regions["page_bytes"]
         self.sees_processes = self._reader.same_namespace
 
     @property

@@ -42,6 +42,8 @@ class Listed:
         stopped: Whether it was stopped.
         trouble: Why nothing else is known of it; "" where all is.
         node: Ray's id of its node; "" without Ray.
+        ragged_bytes: For the values of ragged fields; 0: there are none.
+        ragged_fill: Share of these that rows take.
     """
 
     name: str
@@ -65,6 +67,8 @@ class Listed:
     stopped: bool = False
     trouble: str = ""
     node: str = ""
+    ragged_bytes: int = 0
+    ragged_fill: float = 0.0
 
 
 def survey(seconds: float = LOOK, node: str = "") -> list[Listed]:
@@ -130,6 +134,8 @@ def _listed(looks: list[tuple[LiveBuffer, Timeline]], node: str) -> Iterator[Lis
             age=now.age,
             stopped=now.stopped,
             node=node,
+            ragged_bytes=buffer.ragged_bytes,
+            ragged_fill=now.ragged_fill,
         )
 
 

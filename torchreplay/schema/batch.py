@@ -271,11 +271,18 @@ class ReplayBatch(dict[str, Any]):
         moved._take_origin(self)
         bounds = self._bounds()
         stay = ("key", "lengths") if bounds else ("key",)
+        once: dict[
+            int, torch.Tensor
+        ] = {}  # of fields that are like each other, by which nested tensors know each other
+
+        def move_once(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in once:
+                once[id(tensor)] = move(tensor)
+            return once[id(tensor)]
+
         for name, value in self.items():
-            moved[name] = value if name in stay else _moved(value, move)
-        if bounds:  # fields that are like each other have one tensor, by which nested tensors know each other
-            once: dict[int, torch.Tensor] = {}
-            moved["offsets"] = _moved(self["offsets"], lambda t: once.setdefault(id(t), move(t)))
+            how = move_once if bounds and name == "offsets" else move
+            moved[name] = value if name in stay else _moved(value, how)
         return moved
 
     def _bounds(self) -> dict[str, Bounds]:
@@ -351,6 +358,11 @@ def keys_of(batch: dict[str, Any], source: int) -> Any:
     if getattr(batch, "source", None) not in (source, None):
         raise ValueError("the batch was drawn from another buffer: give it to that one")
     return batch.get("key")
+
+
+def ragged_bounds(batch: Mapping[str, Any]) -> dict[str, Bounds]:
+    """Returns where the values of a batch's ragged fields begin and end, by name; of a batch without any: {}."""
+    return ReplayBatch(batch)._bounds()
 
 
 def joined_offsets(batches: Sequence[ReplayBatch]) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any
@@ -339,6 +339,22 @@ class Config:
         """Returns what a batch consists of, by path, beside what every batch has."""
         plan = self.view.plan(self.fields)
         return self.fields if plan is None else plan.outputs
+
+    def ragged_outputs(self) -> list[tuple[Hashable, Ragged, int]]:
+        """Returns of each ragged output of a batch whose length it has, its column, and its values of an item.
+
+        Two have the same lengths where the first of these is the same.
+        """
+        columns = list(self.fields.items())
+        plan = self.view.plan(self.fields)
+        rows = [(0, of, 0, 1) for of in range(len(columns))] if plan is None else [parts[:4] for parts in plan.native]
+        found = list[tuple[Hashable, Ragged, int]]()
+        for output, (kind, of, first, n) in zip(self.outputs().values(), rows, strict=True):
+            path, column = columns[of]
+            if isinstance(output, Ragged) and isinstance(column, Ragged):
+                leader = path if column.like is None else as_path(column.like)
+                found.append(((kind, first, n, leader), column, n))
+        return found
 
     def shape(self) -> tuple[int, ...]:
         """Returns how rows become items, whether draws are counted, and the bytes for values of any length.

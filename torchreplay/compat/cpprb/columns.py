@@ -78,10 +78,16 @@ def columns_of(env_dict: Mapping[str, Mapping[str, Any]] | None, default_dtype: 
         default_dtype: Of columns that name none; None: float32.
 
     Raises:
-        ValueError: There is no column.
+        ValueError: There is no column, or one whose values have any length.
     """
     if not env_dict:
         raise ValueError(f"env_dict is {env_dict!r}: expected a dict of names to dicts, such as {{'obs': {{}}}}")
+    for name, defs in env_dict.items():
+        if isinstance(defs, tr.Ragged) or any(isinstance(part, tr.Ragged) for part in defs.values()):
+            raise ValueError(
+                f"column {name!r} is {defs!r}: cpprb's columns have one shape; pad the values to it, or use a "
+                f"torchreplay.ReplayBuffer"
+            )
     fallback = np.single if default_dtype is None else default_dtype
     return tuple(
         Column(name, tuple(int(n) for n in np.ravel(defs.get("shape", 1))), np.dtype(defs.get("dtype", fallback)))

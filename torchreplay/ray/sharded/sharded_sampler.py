@@ -88,7 +88,14 @@ class ShardedSampler(BatchSource):
         self.shards.require_open()
         return SampleRequestStream(self, spec)
 
-    def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
+    def staging(
+        self,
+        batch_size: int,
+        prefetch: int,
+        device: torch.device,
+        pin: Pin | None,
+        budget: Mapping[str, int] | None = None,
+    ) -> Staging | None:
         """Returns what takes batches to a CUDA device while the learner computes; None: each is copied by itself.
 
         Raises:
