@@ -8,10 +8,12 @@
 namespace torchreplay {
 
 // From the first page of the oldest row on, to the next page to be taken: also those between them of rows that are
-// gone. Under the mutex. O(pages, or slots, of rows that are gone), whichever are fewer.
+// gone. Where writers wait for room, from the oldest page on that is needed. Under the mutex. O(pages, or slots, of
+// rows that are gone), whichever are fewer.
 inline uint64_t pages_in_use(const SegmentMemory& m) {
   const Header& h = m.header();
   const uint64_t pages = m.layout().pages.count, head = h.page_head.load(std::memory_order_acquire);
+  if (h.sampler.makes_writers_wait()) return head - std::min(head, h.page_needed_from);
   const uint64_t rows = h.absorbed, capacity = m.capacity();
   // Whether a row that is held begins at the page with this ticket.
   const auto begins = [&](uint64_t ticket) {

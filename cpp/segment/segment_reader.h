@@ -31,8 +31,8 @@ struct ParticipantFacts {
 // them may be of different moments, microseconds apart.
 struct SegmentFacts {
   int64_t now, made;
-  uint64_t head, absorbed, rows, inserted, sampled, updated, stale_updates, unready_updates, evicted_unsampled, draws,
-      redraws, dropped_rows;
+  uint64_t head, absorbed, rows, inserted, sampled, updated, stale_updates, unready_updates, evicted_unsampled,
+      evicted_by_pages, draws, redraws, dropped_rows;
   uint64_t insert_wait_ns, sample_wait_ns;
   uint64_t drawable;
   float max_raw;
@@ -96,6 +96,7 @@ class SegmentReader {
     f.stale_updates = plain(h.stale_updates);
     f.unready_updates = plain(h.unready_updates);
     f.evicted_unsampled = plain(h.evicted_unsampled);
+    f.evicted_by_pages = plain(h.evicted_by_pages);
     f.draws = load(h.draws);
     f.redraws = load(h.redraws);
     f.insert_wait_ns = h.insert_wait.total_ns();
