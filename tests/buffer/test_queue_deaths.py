@@ -17,8 +17,8 @@ ROWS, KEYS = 400, 20_000
 
 
 def text(number):
-    """The value of a row: up to a quarter of the bytes that the queue has, and often nothing."""
-    length = number * 7919 % 1000 if number % 5 else 0
+    """The value of a row: up to four pages, and often none. So bytes and slots are full about as often."""
+    length = number * 7919 % 250 if number % 5 else 0
     return (np.arange(length) * 31 + number).astype(np.uint8)
 
 
@@ -198,6 +198,7 @@ def many_deaths(seed, prefetch, deaths, ragged_bytes=None):
                     batch = queue.sample(8, at_least=1)
                     journal.note_got(batch)
                     journal.note_done(batch["key"].tolist())
+                    queue.commit()  # the writers may need the bytes of what is held
             assert one.wait() == two.wait() == 0
         queue.commit()
         assert journal.torn[0] == 0, "a value was torn"

@@ -492,8 +492,8 @@ def test_fields_may_be_ragged_alone_or_nested():
 
 def test_rows_that_left_for_want_of_bytes_are_counted():
     random = np.random.default_rng(3)
-    with tr.ReplayBuffer(TOKENS, 12, ragged_bytes=4096, seed=0) as made, made.writer() as writer:
-        model, there, by_pages = RaggedModel(TOKENS, 12, 4096), set(), 0
+    with tr.ReplayBuffer(TOKENS, 12, ragged_bytes=2048, seed=0) as made, made.writer() as writer:
+        model, there, by_pages = RaggedModel(TOKENS, 12, 2048), set(), 0
         for _ in range(400):
             values = random_values(random, TOKENS, longest=20)
             writer.append(**values)
