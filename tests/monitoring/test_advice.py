@@ -203,7 +203,7 @@ def test_items_that_nobody_draws():
 
 
 def test_values_that_take_more_bytes_than_rows_take_slots():
-    buffer = tr.ReplayBuffer({"x": tr.Ragged(torch.uint8)}, 1000, ragged_bytes=4096)
+    buffer = tr.ReplayBuffer({"x": tr.Ragged(torch.uint8)}, 1000, ragged_bytes=4096, name="long values")
 
     def flood():
         for _ in range(300):
