@@ -36,6 +36,12 @@ class QueueState(TypedDict):
     open_streams: int
     writers: list[int]  # the pid of each
     waiting: int
+    lacks_pages: bool  # `need` is of the oldest row whose pages are needed
+    pages_wanted: int
+    page_limit: int
+    pages_in_use: int
+    page_bytes: int
+    longest_run: int  # pages
 
 class Census(TypedDict):
     writers: int

@@ -10,6 +10,7 @@
 
 #include "absorb/absorber.h"
 #include "absorb/streams.h"
+#include "segment/run.h"
 
 namespace torchreplay {
 
@@ -35,10 +36,26 @@ class QueueRoom {
         header_.head.load(std::memory_order_relaxed) >= header_.ticket_limit.load(std::memory_order_relaxed);
     uint64_t& from = header_.needed_from;
     if (header_.absorbed > memory_.capacity()) from = std::max(from, header_.absorbed - memory_.capacity());
-    do advance(from, hard, [](Need need) { return need == Need::kNone; });
+    do advance(from, header_.absorbed, [&](uint64_t key) { return need_of(key, hard) == Need::kNone; });
     while (hard && keep_rows(starved));
     TORCHREPLAY_FAULT("room.needed");
     return from + memory_.capacity();
+  }
+
+  // The same in tickets of pages: no page is taken that a row has which an item needs. A run that a writer speaks of is
+  // needed, too. Everything is absorbed. O(pages that are needed no more since the last call, and steps of an item).
+  uint64_t page_limit() {
+    const uint64_t count = memory_.layout().pages.count, wanted = header_.pages_wanted.load(std::memory_order_relaxed);
+    uint64_t& from = header_.page_needed_from;
+    const uint64_t end = std::min(header_.pages_settled, header_.followed);
+    if (end > count) from = std::max(from, end - count);
+    const bool hard = wanted && !fits_below(memory_, from + count, wanted);
+    by_pages_ = true;
+    advance(from, end, [&](uint64_t ticket) { return need_of_page(ticket, hard) == Need::kNone; });
+    by_pages_ = false;
+    TORCHREPLAY_FAULT("room.pages");
+    if (wanted && fits_below(memory_, from + count, wanted)) header_.pages_wanted.store(0, std::memory_order_relaxed);
+    return from + count;
   }
 
   // The key below which each row is in a complete item, or will never be in one.
@@ -46,7 +63,10 @@ class QueueRoom {
     uint64_t& below = header_.settled_below;
     below = std::max(below, header_.needed_from);
     if (header_.absorbed > memory_.capacity()) below = std::max(below, header_.absorbed - memory_.capacity());
-    advance(below, true, [](Need need) { return need == Need::kNone || need == Need::kToDraw || need == Need::kHeld; });
+    advance(below, header_.absorbed, [&](uint64_t key) {
+      const Need need = need_of(key, true);
+      return need == Need::kNone || need == Need::kToDraw || need == Need::kHeld;
+    });
     return below;
   }
 
@@ -97,12 +117,12 @@ class QueueRoom {
     return need == Need::kHeld || (need == Need::kToDraw && starved);
   }
 
-  // Goes on from row to row while `passes` says so of their needs. A writer may have completed an item, left, and died
-  // since the last absorption. So a death counts only when all has been absorbed after it was seen.
+  // Goes on from ticket to ticket below `end` while `passes` says so. A writer may have completed an item, left, and
+  // died since the last absorption. So a death counts only when all has been absorbed after it was seen.
   template <class Passes>
-  void advance(uint64_t& key, bool hard, const Passes& passes) {
+  void advance(uint64_t& ticket, const uint64_t& end, const Passes& passes) {
     for (;;) {
-      while (key < header_.absorbed && passes(need_of(key, hard))) key++;
+      while (ticket < end && passes(ticket)) ticket++;
       if (!seen_dead_) return;
       TORCHREPLAY_FAULT("room.seen_dead");
       const uint64_t head = header_.head.load(std::memory_order_acquire);
@@ -133,9 +153,16 @@ class QueueRoom {
                : Need::kUnwritten;
   }
 
+  // Of the row whose run begins there, if one does.
+  Need need_of_page(uint64_t ticket, bool hard) {
+    const uint64_t owner1 = memory_.owner1(memory_.page_of(ticket));
+    const bool begins = owner1 && memory_.at(owner1 - 1) && memory_.run1(owner1 - 1) == ticket + 1;
+    return begins ? need_of_row(owner1 - 1, hard) : Need::kNone;
+  }
+
   // Items need rows before their anchor, too, as far as `history` says; the last rows of a stream may be such of one
   // that is to come. And rows behind it: those are needed anyhow as long as the anchor lies at the cursor or beyond it,
-  // where one that was kept does not lie.
+  // where one that was kept does not lie. Among pages no row lies there that has none.
   Need need_of_row(uint64_t slot, bool hard) {
     Need need = need_of_anchor(slot, hard);
     uint64_t at = slot;
@@ -149,7 +176,7 @@ class QueueRoom {
     }
     at = slot;
     for (uint32_t k = 0; need == Need::kNone && k < view_.span && (at = streams_.prev(at)) != kNoSlot; k++) {
-      if (!places_.is_kept(at)) break;
+      if (by_pages_ ? memory_.run1(at) != 0 : !places_.is_kept(at)) break;
       need = need_of_anchor(at, hard);
     }
     return need;
@@ -168,7 +195,8 @@ class QueueRoom {
     if (!streams_.facts_of(slot, row) || !streams_.is_anchor(row.step) || is_discarded(memory_, slot)) return false;
     uint64_t last = slot;
     uint32_t steps = 0;
-    if (header_.unfinished_key == key && memory_.at(header_.unfinished_last) == header_.unfinished_last_key1) {
+    if (!by_pages_ && header_.unfinished_key == key &&
+        memory_.at(header_.unfinished_last) == header_.unfinished_last_key1) {
       last = header_.unfinished_last;  // as far as the last look came
       steps = header_.unfinished_steps;
     }
@@ -178,10 +206,12 @@ class QueueRoom {
       if (next == kNoSlot || steps == view_.span) break;
       last = next;
     }
-    header_.unfinished_key = key;
-    header_.unfinished_last = last;
-    header_.unfinished_last_key1 = memory_.at(last);
-    header_.unfinished_steps = steps;
+    if (!by_pages_) {  // whose cursor looks at that row again
+      header_.unfinished_key = key;
+      header_.unfinished_last = last;
+      header_.unfinished_last_key1 = memory_.at(last);
+      header_.unfinished_steps = steps;
+    }
     return steps < view_.span && goes_on(last, hard);
   }
 
@@ -210,6 +240,7 @@ class QueueRoom {
   Claims claims_;
   Places places_;
   Streams streams_;
+  bool by_pages_ = false;  // asked in the order of pages
   // Key + 1 of the last row of a stream whose writer was found to be dead; and of one whose death counts.
   uint64_t seen_dead_ = 0, confirmed_dead_ = 0;
 };

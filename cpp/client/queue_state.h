@@ -17,6 +17,9 @@ struct QueueState {
   uint64_t open_streams;            // that may go on; only if they are to be counted, which takes O(capacity)
   std::vector<int32_t> writers;     // the processes of those alive, one for each
   uint64_t waiting;                 // of the writers, for room
+  uint64_t pages_wanted;            // by a writer that waits for them
+  uint64_t page_limit, pages_in_use, page_bytes;
+  uint64_t longest_run;  // pages of one row, of those that are there or wait; only if streams are to be counted
 
   // Throws LockTimeout: nobody who waits may depend on a holder of the lock that is stopped.
   static QueueState of(Attachment& attachment, bool count_streams) {
@@ -47,6 +50,10 @@ struct QueueState {
     oldest = tables.oldest_need();
     holders = tables.holders();
     open_streams = count_streams ? QueueRoom(m).open_streams() : 0;
+    if (!m.has_pages()) return;
+    pages_wanted = tables.pages_wanted(), pages_in_use = tables.pages_in_use();
+    page_limit = h.page_limit.load(std::memory_order_relaxed), page_bytes = m.layout().pages.bytes;
+    longest_run = count_streams ? tables.longest_run(m) : 0;
   }
 };
 

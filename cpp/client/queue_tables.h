@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absorb/queue_room.h"
+#include "segment/run.h"
 
 namespace torchreplay {
 
@@ -16,6 +17,7 @@ struct OldestNeed {
   Need need = Need::kNone;  // kNone: they have room
   int64_t key = -1;
   int32_t pid = 0;  // who holds its item, or writes its episode, or the row itself; 0: nobody does, or it is not known
+  bool has_pages = false;  // it is its pages that writers wait for
 };
 
 class QueueTables {
@@ -54,19 +56,31 @@ class QueueTables {
   }
 
   OldestNeed oldest_need() const {
-    if (!header_.sampler.makes_writers_wait() ||
-        header_.head.load(std::memory_order_relaxed) < header_.ticket_limit.load(std::memory_order_relaxed))
-      return {};
+    if (!header_.sampler.makes_writers_wait()) return {};
+    if (header_.head.load(std::memory_order_relaxed) < header_.ticket_limit.load(std::memory_order_relaxed))
+      return pages_wanted() ? oldest_need_of_pages() : OldestNeed{};
     const uint64_t key = load(header_.needed_from), slot = key % layout_.capacity, place1 = place1_of(slot);
     if (place1 > key + 1) return {};  // it is overwritten by now
     if (place1 < key + 1 || !at_of(slot)) return {Need::kUnwritten, static_cast<int64_t>(key), pid_of_writing(slot)};
-    const auto signed_key = static_cast<int64_t>(at_of(slot)) - 1;
-    std::optional<uint64_t> row = slot;
-    for (uint32_t k = 0; row && k <= layout_.view.history; k++, row = next(*row)) {
-      if (leaf(*row) > 0) return {Need::kToDraw, signed_key, 0};
-      if (const uint32_t holder = claim(*row).holder()) return {Need::kHeld, signed_key, pid_of_holder(holder)};
-    }
-    return {Need::kUnfinished, signed_key, pid_of_episode(slot)};
+    return need_of_row(slot);
+  }
+
+  // Pages that a writer waits for; 0: none does, or it has room by now.
+  uint64_t pages_wanted() const { return layout_.pages.are_there() ? header_.pages_wanted.load() : 0; }
+
+  // Pages from the oldest one on that is needed.
+  uint64_t pages_in_use() const {
+    const uint64_t head = header_.page_head.load(std::memory_order_relaxed), from = load(header_.page_needed_from);
+    return head - std::min(head, from);
+  }
+
+  // Of the rows that are there, the most pages of one; at least what a writer waits for. O(capacity).
+  uint64_t longest_run(const SegmentMemory& m) const {
+    uint64_t longest = pages_wanted();
+    std::vector<uint32_t> lengths(layout_.pages.groups);
+    for (uint64_t slot = 0; slot < layout_.capacity; slot++)
+      if (Run run; at_of(slot) && read_run(m, slot, run, lengths.data())) longest = std::max(longest, run.pages);
+    return longest;
   }
 
   // Milliseconds since the item came that waits longest to be drawn. O(rows from the oldest that is needed on).
@@ -119,6 +133,37 @@ class QueueTables {
 
   RowMeta meta(uint64_t slot) const {
     return of<RowHeader>(layout_.records + slot * layout_.record_stride).meta(layout_.view.linked());
+  }
+
+  OldestNeed need_of_row(uint64_t slot) const {
+    const auto key = static_cast<int64_t>(at_of(slot)) - 1;
+    std::optional<uint64_t> row = slot;
+    for (uint32_t k = 0; row && k <= layout_.view.history; k++, row = next(*row))
+      if (const OldestNeed need = need_of_item(*row, key); need.need != Need::kNone) return need;
+    row = prev(slot);
+    for (uint32_t k = 0; row && k < layout_.view.span; k++, row = prev(*row))
+      if (const OldestNeed need = need_of_item(*row, key); need.need != Need::kNone) return need;
+    return {Need::kUnfinished, key, pid_of_episode(slot)};
+  }
+  OldestNeed need_of_item(uint64_t anchor, int64_t key) const {
+    if (leaf(anchor) > 0) return {Need::kToDraw, key, 0};
+    if (const uint32_t holder = claim(anchor).holder()) return {Need::kHeld, key, pid_of_holder(holder)};
+    return {};
+  }
+
+  // Of the row whose pages are the oldest that are needed, or of the run of one that is still to be written.
+  OldestNeed oldest_need_of_pages() const {
+    const Pages& pages = layout_.pages;
+    const uint64_t from = load(header_.page_needed_from);
+    const uint32_t owner1 = load((&of<uint32_t>(pages.owners))[from % pages.count]);
+    OldestNeed found{Need::kUnwritten, -1, 0};
+    if (owner1 && owner1 <= layout_.capacity && load((&of<uint64_t>(pages.runs))[owner1 - 1]) == from + 1)
+      found = need_of_row(owner1 - 1);
+    for (uint64_t id = 1, ids = header_.ids.load(); found.need == Need::kUnwritten && id <= ids; id++)
+      if ((&of<RunInFlight>(pages.in_flight))[id].first1.load() == from + 1)
+        found.pid = of<Participant>(layout_.participants + id * kParticipantBytes).pid.load();
+    found.has_pages = true;
+    return found;
   }
 
   bool is_needed(uint64_t anchor) const {

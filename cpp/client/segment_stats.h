@@ -43,7 +43,8 @@ struct SegmentStats {
   uint64_t draws, redraws, head, taken_ahead, missed, dropped_rows;
   bool stopped;
   uint64_t ragged_bytes;  // for values of any length
-  double ragged_fill;     // the share of them that rows have
+  double ragged_fill;     // the share of them that rows have, in a queue those that are needed
+  uint64_t evicted_by_pages;
 
   // Absorbed to now, after what this process has fed back.
   static SegmentStats of(Attachment& attachment) {
@@ -82,10 +83,12 @@ struct SegmentStats {
     smallest_leaf = drawable ? tree.min() : 0.0;
     held_items = h.held, dropped_items = h.dropped_items, expired_items = h.expired_items;
     ragged_bytes = m.layout().pages.count * m.layout().pages.bytes;
-    ragged_fill = m.has_pages() ? static_cast<double>(pages_in_use(
-                                      m, m.header().page_head.load(std::memory_order_acquire), m.header().absorbed)) /
-                                      static_cast<double>(m.layout().pages.count)
-                                : 0;
+    if (m.has_pages()) {
+      const uint64_t head = h.page_head.load(std::memory_order_acquire);
+      ragged_fill =
+          static_cast<double>(pages_in_use(m, h, head, h.absorbed)) / static_cast<double>(m.layout().pages.count);
+    }
+    evicted_by_pages = h.evicted_by_pages;
     const std::optional<uint64_t> oldest = oldest_of_queue(m);
     oldest_age = oldest ? static_cast<double>(Claims(m).age(*oldest)) * 1e-3 : -1;
   }

@@ -29,8 +29,10 @@ inline constexpr uint64_t kUnlockedBytes = 64 << 10;
 
 // What keeps a writer from going on.
 enum class Blocked {
-  kLimited,  // the learner has to draw first, as the limiter wants it
-  kStalled,  // a whole turn of slots is held by stopped writers
+  kLimited,       // the learner has to draw first, as the limiter wants it
+  kStalled,       // a whole turn of slots is held by stopped writers
+  kPagesLimited,  // the learner has to be done with items first, whose values have the pages
+  kPagesStalled,  // stopped writers have pages between which no run fits
 };
 
 // A writer's reasons to give up. A binding implements them. All is called under its lock, and throws to give up.

@@ -63,7 +63,7 @@ class Writer {
   bool admitted() const {
     const Header& h = memory().header();
     return h.head.load(std::memory_order_relaxed) < h.ticket_limit.load(std::memory_order_relaxed) &&
-           (!pages_wanted_ || admits_run(memory(), pages_wanted_));
+           (!pages_wanted_ || fits_below(memory(), h.page_limit.load(std::memory_order_acquire), pages_wanted_));
   }
   // How many pages the row needs that has to wait for some.
   uint64_t pages_wanted() const { return pages_wanted_; }
@@ -116,10 +116,10 @@ class Writer {
           break;
         case Append::kLimited:
           pages_wanted_ = ring.pages_wanted();
-          wait_for_room(wait);
+          wait_for_room(wait, ring);
           break;
         case Append::kStalled:
-          wait_for_slot(wait);
+          wait_for_slot(wait, ring);
           break;
         case Append::kSpent:
           throw std::runtime_error("the buffer has issued all its " + std::to_string(kMaxKeys) +
@@ -225,26 +225,30 @@ class Writer {
     if (interrupted()) throw Interrupted{};
   }
 
-  // Returns when the limiter admits a row. A signal after a look at the limit ends the next sleep, one before it does
-  // not: others may have used up what that one admitted.
-  void wait_for_room(Wait& wait) {
+  // Returns when the limit admits the next row of `ring`. A signal after a look at the limit ends the next sleep, one
+  // before it does not: others may have used up what that one admitted.
+  void wait_for_room(Wait& wait, const RingWriter& ring) {
     Header& h = memory().header();
     const int64_t start = monotonic_ns();
+    const auto has_room = [&] { return ring.has_room(); };
     int64_t waited = 0;
     catch_up();
     for (;;) {
-      if (admitted() && !attachment_->stopped()) return;
-      wait.look(Blocked::kLimited, waited);
+      if (has_room() && !attachment_->stopped()) return;
+      wait.look(ring.lacks_pages() ? Blocked::kPagesLimited : Blocked::kLimited, waited);
       refuse_forked();
       const uint32_t seen = h.room_signal.load(std::memory_order_acquire);
-      if (admitted()) return;
+      if (has_room()) return;
       {
         const Unlocked others;
-        torchreplay::wait_for_room(h, memory().participant(member_.id()), seen, kSliceNs);
+        torchreplay::wait_for_room(h, memory().participant(member_.id()), seen, kSliceNs, has_room);
       }
       refuse_forked();
       waited = monotonic_ns() - start;
-      if (!admitted()) catch_up();
+      if (has_room()) continue;
+      ring.ask_for_room();
+      reclaim_dead(memory());  // no row speaks of the pages of one that died before it
+      catch_up();
     }
   }
 
@@ -259,14 +263,14 @@ class Writer {
   }
 
   // Sleeps a little. A full turn of slots is held by others, who are stopped, or died and are freed by the census.
-  void wait_for_slot(Wait& wait) {
+  void wait_for_slot(Wait& wait, const RingWriter& ring) {
     const int64_t now = monotonic_ns();
     if (now - last_stall_ > kSameStallNs) stalled_since_ = looked_at_ = 0;
     last_stall_ = now;
     if (!stalled_since_) stalled_since_ = now;
     if (now - looked_at_ >= kSliceNs) {
       looked_at_ = now;
-      wait.look(Blocked::kStalled, now - stalled_since_);
+      wait.look(ring.lacks_pages() ? Blocked::kPagesStalled : Blocked::kStalled, now - stalled_since_);
       refuse_forked();
     }
     take_census(memory(), false);

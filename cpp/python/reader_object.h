@@ -64,6 +64,7 @@ inline void put_counts(segment::DictBuilder& d, const SegmentFacts& f) {
   d.put<"stale_updates">(f.stale_updates);
   d.put<"unready_updates">(f.unready_updates);
   d.put<"evicted_unsampled">(f.evicted_unsampled);
+  d.put<"evicted_by_pages">(f.evicted_by_pages);
   d.put<"draws">(f.draws);
   d.put<"redraws">(f.redraws);
   d.put<"dropped_rows">(f.dropped_rows);

@@ -91,6 +91,7 @@ inline PyObject* stats(PyObject* self, PyObject*) {
     d.put<"nbytes">(segment.memory().layout().bytes);
     d.put<"ragged_bytes">(s.ragged_bytes);
     d.put<"ragged_fill">(s.ragged_fill);
+    d.put<"evicted_by_pages">(s.evicted_by_pages);
     d.put<"draws">(s.draws);
     d.put<"redraws">(s.redraws);
     d.put<"staleness">(ratio(static_cast<double>(s.missed), s.taken_ahead));

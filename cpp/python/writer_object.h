@@ -62,8 +62,11 @@ class PythonWait : public Wait {
   explicit PythonWait(PyObject* writer) : writer_(writer) {}
 
   void look(Blocked why, int64_t waited_ns) override {
-    const Ref r(checked(
-        PyObject_CallMethod(writer_, "_look", "id", why == Blocked::kStalled, static_cast<double>(waited_ns) * 1e-9)));
+    const bool stalled = why == Blocked::kStalled || why == Blocked::kPagesStalled;
+    const bool pages = why == Blocked::kPagesLimited || why == Blocked::kPagesStalled;
+    const double waited = static_cast<double>(waited_ns) * 1e-9;
+    const Ref r(checked(pages ? PyObject_CallMethod(writer_, "_look", "idi", stalled, waited, 1)
+                              : PyObject_CallMethod(writer_, "_look", "id", stalled, waited)));
   }
   void look_around() override { const Ref r(checked(PyObject_CallMethod(writer_, "_look_around", nullptr))); }
 

@@ -119,7 +119,7 @@ inline std::unique_ptr<SegmentMemory> format_segment(Descriptor fd, const Segmen
   h.made = machine_ns();
   h.max_raw = 1.0f;
   h.wake_at.store(kNever, std::memory_order_relaxed);
-  h.page_limit.store(kMaxKeys, std::memory_order_relaxed);
+  h.page_limit.store(config.sampler.makes_writers_wait() ? layout.pages.count : kMaxKeys, std::memory_order_relaxed);
   h.gate.init();
   h.streams.store(1, std::memory_order_relaxed);  // stream 0 is the owner's
   h.mutex.init();

@@ -188,9 +188,11 @@ struct Header {
   // Of a segment with ragged fields. Of its writers: the next page ticket, and the one up to which they may go.
   alignas(kLine) std::atomic<uint64_t> page_head;
   std::atomic<uint64_t> page_limit;
+  std::atomic<uint64_t> pages_wanted;  // of a queue: pages that a waiting writer lacks room for; 0: there is none
 
   // Guarded by the mutex.
   alignas(kLine) uint64_t followed;  // no row is absorbed whose first page was issued again below
+  uint64_t pages_settled;            // of a queue: rows with pages below are absorbed, or will never be there
   uint64_t page_needed_from;         // of a queue: no item needs a page below
   uint64_t evicted_by_pages;         // rows that went because their pages were taken again
 

@@ -4,15 +4,19 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "segment/header.h"
 #include "segment/layout.h"
 
 namespace torchreplay {
 
 // From the first page of the oldest row on, to the next page to be taken, `head`: also those between them of rows that
-// are gone. `rows`: absorbed so far. `m` has layout(), and at(slot), run1(slot) and owner1(page) as SegmentMemory has
-// them. O(pages, or slots, of rows that are gone), whichever are fewer.
+// are gone. Where writers wait for room, from the oldest page on that is needed. `rows`: absorbed so far. `m` has
+// layout(), and at(slot), run1(slot) and owner1(page) as SegmentMemory has them. O(pages, or slots, of rows that are
+// gone), whichever are fewer.
 template <class Memory>
-uint64_t pages_in_use(const Memory& m, uint64_t head, uint64_t rows) {
+uint64_t pages_in_use(const Memory& m, const Header& h, uint64_t head, uint64_t rows) {
+  if (h.sampler.makes_writers_wait())
+    return head - std::min(head, __atomic_load_n(&h.page_needed_from, __ATOMIC_RELAXED));
   const uint64_t pages = m.layout().pages.count, capacity = m.layout().capacity;
   // Whether a row that is held begins at the page with this ticket.
   const auto begins = [&](uint64_t ticket) {

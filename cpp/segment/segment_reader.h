@@ -32,8 +32,8 @@ struct ParticipantFacts {
 // them may be of different moments, microseconds apart.
 struct SegmentFacts {
   int64_t now, made;
-  uint64_t head, absorbed, rows, inserted, sampled, updated, stale_updates, unready_updates, evicted_unsampled, draws,
-      redraws, dropped_rows;
+  uint64_t head, absorbed, rows, inserted, sampled, updated, stale_updates, unready_updates, evicted_unsampled,
+      evicted_by_pages, draws, redraws, dropped_rows;
   uint64_t insert_wait_ns, sample_wait_ns;
   uint64_t drawable;
   double ragged_fill;  // the share of the pages that rows have
@@ -100,6 +100,7 @@ class SegmentReader {
     f.stale_updates = plain(h.stale_updates);
     f.unready_updates = plain(h.unready_updates);
     f.evicted_unsampled = plain(h.evicted_unsampled);
+    f.evicted_by_pages = plain(h.evicted_by_pages);
     f.draws = load(h.draws);
     f.redraws = load(h.redraws);
     f.insert_wait_ns = h.insert_wait.total_ns();
@@ -183,7 +184,7 @@ class SegmentReader {
   void read_pages(SegmentFacts& f) const {
     const uint64_t pages = layout().pages.count;
     if (pages == 0) return;
-    const uint64_t used = pages_in_use(Looked{*this}, load(header().page_head), f.absorbed);
+    const uint64_t used = pages_in_use(Looked{*this}, header(), load(header().page_head), f.absorbed);
     f.ragged_fill = static_cast<double>(std::min(used, pages)) / static_cast<double>(pages);
   }
 

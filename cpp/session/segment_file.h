@@ -87,8 +87,8 @@ class Examination {
   // No length and no run leads past an end.
   void run_pages() {
     const uint64_t page_head = header_.page_head.load(std::memory_order_relaxed);
-    require_intact(page_head <= kMaxHead && header_.followed <= page_head && header_.page_needed_from <= page_head,
-                   "tickets of pages");
+    const uint64_t furthest = std::max({header_.followed, header_.page_needed_from, header_.pages_settled});
+    require_intact(page_head <= kMaxHead && furthest <= page_head, "tickets of pages");
     for (uint64_t page = 0; page < memory_.layout().pages.count; page++) {
       const uint64_t word = memory_.page_word(page).load(std::memory_order_relaxed), key1 = slot_word::key1(word);
       const bool known = slot_word::writer(word) < kMaxParticipants || slot_word::writer(word) == slot_word::kLoaded;
@@ -170,7 +170,10 @@ inline uint64_t settle(SegmentMemory& m) {
     word.store(slot_word::voided(slot_word::key1(was) - 1), std::memory_order_relaxed);
     dropped++;
   }
-  if (m.has_pages()) settle_pages(m);
+  if (m.has_pages()) {
+    settle_pages(m);
+    h.pages_settled = h.page_head;
+  }
   if (Claims::are_kept(h)) {
     for (uint64_t slot = 0; slot < m.capacity(); slot++) Places(m).begin_at_newest(slot, h.head.load());
     Claims(m).release_all();
@@ -199,6 +202,7 @@ inline void forget_processes(SegmentMemory& m) {
   h.streams = std::max(1U, h.streams.load(std::memory_order_relaxed));
   h.last_departure = h.last_census = h.last_write = 0;
   h.demand = 0;
+  h.pages_wanted = 0;
   if (h.importer) h.importer = kGone;
 }
 

@@ -112,12 +112,17 @@ class SegmentLock {
       if (pace) pace->hold(header_.gate, header_.absorbed);
     };
     hold();
+    const bool limits_pages = memory_.has_pages() && header_.sampler.makes_writers_wait();
+    // Before the rows: the row of a run of which nobody speaks any more is among them.
+    const uint64_t unwritten = limits_pages ? unwritten_from(memory_) : 0;
+    TORCHREPLAY_FAULT("absorb.looked");
     const uint64_t head = header_.head.load(std::memory_order_acquire);
     Absorber absorber(memory_);
     while (!absorber.step(head)) {
       let_others_in();
       hold();
     }
+    header_.pages_settled = std::max(header_.pages_settled, unwritten);
     while (!absorber.expire()) {
       let_others_in();
       hold();
@@ -255,39 +260,64 @@ class SegmentLock {
   bool held_ = false;
 };
 
+// After so many rows the ring is overwritten; of pages as far as rows are as long as those that are there, and until
+// one is there, as long as they may be.
+inline uint64_t rows_of_a_turn(const SegmentMemory& m) {
+  const Header& h = m.header();
+  if (!m.has_pages()) return m.capacity();
+  const uint64_t pages = m.layout().pages.count, used = std::min(h.followed, pages);
+  if (h.rows == 0) return std::min(m.capacity(), pages / m.layout().pages.most());
+  return used ? std::clamp<uint64_t>(h.rows * pages / used, 1, m.capacity()) : m.capacity();
+}
+
 // After a change of what learners drew or hold: shows writers how far they may go, and wakes those that wait.
 // `starved`: a learner waits for items of a queue.
 inline void publish_limit(SegmentMemory& m, bool starved = false) {
   Header& h = m.header();
   if (h.admits_by_hand.load(std::memory_order_relaxed)) return;
-  const uint64_t before = h.ticket_limit.load(std::memory_order_relaxed);
+  const uint64_t before = h.ticket_limit.load(std::memory_order_relaxed),
+                 pages_before = h.page_limit.load(std::memory_order_relaxed);
   if (h.sampler.makes_writers_wait()) {
     // While rows are restored nobody knows which are needed.
-    if (!h.importer) h.ticket_limit.store(std::min(kMaxKeys, QueueRoom(m).limit(starved)), std::memory_order_relaxed);
+    if (!h.importer) {
+      QueueRoom room(m);
+      h.ticket_limit.store(std::min(kMaxKeys, room.limit(starved)), std::memory_order_relaxed);
+      if (m.has_pages()) h.page_limit.store(std::min(kMaxKeys, room.page_limit()), std::memory_order_release);
+    }
   } else {
     // Half a turn, and what two writers may add to it. While rows are restored nobody looks.
-    const uint64_t unseen = h.importer ? kMaxKeys : std::max<uint64_t>(1, m.capacity() / 2);
+    const uint64_t unseen = h.importer ? kMaxKeys : std::max<uint64_t>(1, rows_of_a_turn(m) / 2);
     Limiter(h).publish(h.absorbed, unseen, m.tree().count());
   }
   TORCHREPLAY_FAULT("limit.published");
-  if (h.ticket_limit.load(std::memory_order_relaxed) <= before) return;
+  if (h.ticket_limit.load(std::memory_order_relaxed) <= before &&
+      h.page_limit.load(std::memory_order_relaxed) <= pages_before)
+    return;
   // The limit before the look for waiting writers; a writer says that it waits, and then looks at the limit.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (h.room_waiters.load(std::memory_order_relaxed) && h.room_waiters.exchange(0)) futex_signal(h.room_signal);
 }
 
-// Sleeps until the limiter admits more, at most `ns`. `seen`: room_signal when the caller last looked at the limit.
-inline void wait_for_room(Header& h, Participant& writer, uint32_t seen, int64_t ns) {
+// Sleeps until the limit admits more, at most `ns`. `seen`: room_signal when the caller last looked at it. `has_room()`
+// looks again.
+template <class HasRoom>
+void wait_for_room(Header& h, Participant& writer, uint32_t seen, int64_t ns, const HasRoom& has_room) {
   const int64_t start = monotonic_ns();
   writer.waiting.store(1, std::memory_order_relaxed);
   TORCHREPLAY_FAULT("room.waiting");
   h.room_waiters.store(1, std::memory_order_seq_cst);  // before the last look at the limit: see publish_limit()
   TORCHREPLAY_FAULT("room.counted");
-  if (h.head.load(std::memory_order_relaxed) >= h.ticket_limit.load(std::memory_order_seq_cst))
-    futex_wait(h.room_signal, seen, ns);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (!has_room()) futex_wait(h.room_signal, seen, ns);
   TORCHREPLAY_FAULT("room.awake");
   writer.waiting.store(0, std::memory_order_relaxed);
   h.insert_wait.add(monotonic_ns() - start, machine_ns());
+}
+
+inline void wait_for_room(Header& h, Participant& writer, uint32_t seen, int64_t ns) {
+  wait_for_room(h, writer, seen, ns, [&] {
+    return h.head.load(std::memory_order_relaxed) < h.ticket_limit.load(std::memory_order_relaxed);
+  });
 }
 
 // A learner's call, from its start to its end: writers that are far ahead give way to it.

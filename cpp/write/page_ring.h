@@ -2,7 +2,6 @@
 // before the row is written. A page still busy is skipped, never waited for.
 #pragma once
 
-#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -19,13 +18,6 @@ inline void spoil(std::atomic<uint64_t>& word, uint64_t ticket) {
          !word.compare_exchange_weak(now, slot_word::voided(slot_word::key1(now) - 1), std::memory_order_acq_rel,
                                      std::memory_order_relaxed)) {
   }
-}
-
-// Whether the limit lets a run of `n` pages through now.
-inline bool admits_run(const SegmentMemory& m, uint64_t n) {
-  const Header& h = m.header();
-  const uint64_t first = start_of_run(m, h.page_head.load(std::memory_order_relaxed), n);
-  return first + n <= h.page_limit.load(std::memory_order_acquire);
 }
 
 // The pages of one writer's next row.
@@ -52,19 +44,24 @@ class PageRing {
     if (n > memory_.layout().pages.most())
       throw std::length_error("the values of a row need " + std::to_string(n) + " pages, and may have " +
                               std::to_string(memory_.layout().pages.most()));
-    const Header& h = memory_.header();
+    Header& h = memory_.header();
+    lacking_ = 0;
     for (uint64_t attempt = 0; attempt < kAttempts; attempt++) {
-      uint64_t head = memory_.header().page_head.load(std::memory_order_relaxed), first;
+      uint64_t head = h.page_head.load(std::memory_order_relaxed), first;
       do {
-        const std::optional<uint64_t> room = find_room(head, n);
+        const std::optional<uint64_t> room = find_room(memory_, head, n);
         if (!room) return give_up(Taken::kStalled);
         first = *room;
-        if (first + n > h.page_limit.load(std::memory_order_acquire))
-          return give_up(first + n > kMaxKeys ? Taken::kSpent : Taken::kLimited);
+        if (first + n > h.page_limit.load(std::memory_order_acquire)) {
+          if (first + n > kMaxKeys) return give_up(Taken::kSpent);
+          lacking_ = n;
+          ask_for_room();
+          return give_up(Taken::kLimited);
+        }
         say(first, n);
         // The line before the tickets: none of them is one that nobody speaks of.
-      } while (!memory_.header().page_head.compare_exchange_weak(head, first + n, std::memory_order_acq_rel,
-                                                                 std::memory_order_relaxed));
+      } while (
+          !h.page_head.compare_exchange_weak(head, first + n, std::memory_order_acq_rel, std::memory_order_relaxed));
       TORCHREPLAY_FAULT("pages.ticket");
       if (seize(first, n)) {
         run_ = {first, n};
@@ -84,6 +81,15 @@ class PageRing {
     std::atomic_thread_fence(std::memory_order_release);
     return true;
   }
+
+  // Pages for which the last take() found no room; 0: it did not lack any.
+  uint64_t lacking() const { return lacking_; }
+  // Whether they have room now.
+  bool has_room() const {
+    return fits_below(memory_, memory_.header().page_limit.load(std::memory_order_acquire), lacking_);
+  }
+  // Whoever sets the limit next looks harder for room.
+  void ask_for_room() const { memory_.header().pages_wanted.store(lacking_, std::memory_order_relaxed); }
 
   // The run that is taken; its bytes lie one after the other.
   const Run& run() const { return run_; }
@@ -132,20 +138,6 @@ class PageRing {
     return why;
   }
 
-  // The first ticket from `head` on of a run that neither meets a busy page nor goes over the end of the ring. Tickets
-  // before it are skipped. Nothing: there is none in a whole turn.
-  std::optional<uint64_t> find_room(uint64_t head, uint64_t n) const {
-    uint64_t first = start_of_run(memory_, head, n);
-    for (uint64_t i = 0; i < n;) {
-      const uint64_t page = memory_.page_of(first) + i++;
-      if (!slot_word::is_busy(memory_.page_word(page).load(std::memory_order_relaxed))) continue;
-      first = start_of_run(memory_, first + i, n);
-      i = 0;
-      if (first - head >= memory_.layout().pages.count) return {};
-    }
-    return first;
-  }
-
   void say(uint64_t first, uint64_t n) {
     RunInFlight& line = memory_.run_in_flight(id_);
     said_ = true;
@@ -183,7 +175,7 @@ class PageRing {
   SegmentMemory& memory_;
   int id_;
   bool said_ = false;
-  uint64_t generation_;
+  uint64_t generation_, lacking_ = 0;
   Run run_;
 };
 

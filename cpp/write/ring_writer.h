@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -39,8 +40,22 @@ class RingWriter {
   // From now on it does not give way.
   void pass_gate() { gated_ = false; }
 
-  // How many pages the row needs that has to wait for some; 0: it waits for a slot, or none does.
-  uint64_t pages_wanted() const { return pages_wanted_; }
+  // Whether the last row that was not written waits for pages, and not for a slot.
+  bool lacks_pages() const { return lacks_pages_; }
+
+  // How many pages it needs then.
+  uint64_t pages_wanted() const { return lacks_pages_ ? pages_->lacking() : 0; }
+
+  // Whether there is room for it now, where the limit said wait.
+  bool has_room() const {
+    const Header& h = memory_.header();
+    return lacks_pages_ ? pages_->has_room()
+                        : h.head.load(std::memory_order_relaxed) < h.ticket_limit.load(std::memory_order_acquire);
+  }
+  // Whoever sets the limit next looks harder for room.
+  void ask_for_room() const {
+    if (lacks_pages_) pages_->ask_for_room();
+  }
 
   // Writes up to `n` rows, `fill(row, slot)` copying the payload of row 0, 1, ... (it must not throw), and stores their
   // keys. Adds the number written to `written`. O(n) and the copies; no lock, no system call. Of ragged fields
@@ -120,6 +135,7 @@ class RingWriter {
     PageRing& pages = pages_ ? *pages_ : pages_.emplace(memory_, static_cast<int>(writer_));
     for (uint64_t holes = 0; written < n;) {
       const uint64_t head = h.head.load(std::memory_order_relaxed);
+      lacks_pages_ = false;
       if (gated_ && h.gate.is_shut(head)) return Append::kGated;
       if (head >= h.ticket_limit.load(std::memory_order_relaxed))
         return head < kMaxKeys ? Append::kLimited : Append::kSpent;
@@ -162,13 +178,13 @@ class RingWriter {
   std::optional<Append> fill_run(PageRing& pages, uint64_t row, const uint32_t* lengths, Fill& fill) {
     const Layout& layout = memory_.layout();
     const uint64_t n = pages_of(layout, place_values(layout.ragged, lengths, nullptr));
-    pages_wanted_ = 0;
     while (n > 0 && pages.run().pages == 0) {
       switch (pages.take(n)) {
         case PageRing::Taken::kLimited:
-          pages_wanted_ = n;
+          lacks_pages_ = true;
           return Append::kLimited;
         case PageRing::Taken::kStalled:
+          lacks_pages_ = true;
           return Append::kStalled;
         case PageRing::Taken::kSpent:
           return Append::kSpent;
@@ -257,7 +273,7 @@ class RingWriter {
   Participant& entry_;
   uint64_t writer_;
   std::optional<PageRing> pages_;  // made when it is first needed: most segments have none
-  uint64_t pages_wanted_ = 0;
+  bool lacks_pages_ = false;
   bool queued_;  // it waits for learners
   bool gated_;
   bool linked_;

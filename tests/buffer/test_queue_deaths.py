@@ -12,7 +12,14 @@ from forked import Forked, eventually, shared_counters
 import torchreplay as tr
 
 SPEC = {"x": tr.Field((), "int64")}
+RAGGED = {"x": tr.Field((), "int64"), "text": tr.Ragged(torch.uint8)}
 ROWS, KEYS = 400, 20_000
+
+
+def text(number):
+    """The value of a row: up to four pages, and often none. So bytes and slots are full about as often."""
+    length = number * 7919 % 250 if number % 5 else 0
+    return (np.arange(length) * 31 + number).astype(np.uint8)
 
 
 class Journal:
@@ -21,8 +28,13 @@ class Journal:
     def __init__(self):
         self.got, self.done = shared_counters(KEYS), shared_counters(KEYS)
         self.came, self.written, self.revived = shared_counters(2 * ROWS), shared_counters(2), shared_counters(1)
+        self.torn = shared_counters(1)
 
     def note_got(self, batch):
+        if "text" in batch:
+            values = np.split(batch["text"].numpy(), batch.offsets("text")[1:-1].tolist())
+            for number, value in zip(batch["x"].tolist(), values, strict=True):
+                assert np.array_equal(value, text(number)), "a value is torn"
         for key, number in zip(batch["key"].tolist(), batch["x"].tolist(), strict=True):
             self.got[key] += 1
             self.came[number] += 1
@@ -37,7 +49,8 @@ def write(queue, journal, number):
     """Goes on where its lives before have noted that they came."""
     with queue.writer() as writer:
         for index in range(journal.written[number], ROWS):
-            writer.append(x=number * ROWS + index)
+            x = number * ROWS + index
+            writer.append(x=x, **({"text": text(x)} if "text" in queue.spec else {}))
             journal.written[number] = index + 1
 
 
@@ -45,7 +58,11 @@ def learn(queue, journal, prefetch):
     last = []
     for batch in tr.ReplayDataset(queue, 8, prefetch=prefetch):
         journal.note_done(last)
-        journal.note_got(batch)
+        try:
+            journal.note_got(batch)
+        except AssertionError:
+            journal.torn[0] = 1
+            raise
         last = batch["key"].tolist()
     journal.note_done(last)
 
@@ -95,11 +112,17 @@ def test_random_deaths_lose_and_double_nothing(seed, prefetch):
     many_deaths(seed, prefetch, deaths=25)
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_thousand_deaths_lose_and_double_nothing(prefetch):
+def test_random_deaths_lose_and_double_and_tear_no_row_of_any_length(prefetch):
+    many_deaths(7, prefetch, deaths=25, ragged_bytes=4096)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ragged_bytes", [None, 4096])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_thousand_deaths_lose_and_double_and_tear_nothing(prefetch, ragged_bytes):
     for seed in range(100, 140):
-        many_deaths(seed, prefetch, deaths=25)
+        many_deaths(seed, prefetch, 25, ragged_bytes)
 
 
 # A loop of one's own that saves its model
@@ -151,9 +174,13 @@ def test_a_loop_killed_at_any_step_of_a_save_goes_on_with_what_the_saved_model_h
         assert final.tolist() == [item for group in groups for item in [*group] * max_draws]
 
 
-def many_deaths(seed, prefetch, deaths):
+def many_deaths(seed, prefetch, deaths, ragged_bytes=None):
     rng = np.random.default_rng(seed)
-    with tr.ReplayBuffer(SPEC, 32, sampler=tr.Fifo()) as queue, queue.expect_writers():
+    spec = RAGGED if ragged_bytes else SPEC
+    with (
+        tr.ReplayBuffer(spec, 32, sampler=tr.Fifo(), ragged_bytes=ragged_bytes) as queue,
+        queue.expect_writers(),
+    ):
         journal = Journal()
         for _ in range(deaths):
             with (
@@ -171,8 +198,10 @@ def many_deaths(seed, prefetch, deaths):
                     batch = queue.sample(8, at_least=1)
                     journal.note_got(batch)
                     journal.note_done(batch["key"].tolist())
+                    queue.commit()  # the writers may need the bytes of what is held
             assert one.wait() == two.wait() == 0
         queue.commit()
+        assert journal.torn[0] == 0, "a value was torn"
         assert min(journal.came[:]) >= 1, "a row was lost"
         assert journal.revived[0] == 0, "what was committed came again"
         assert max(journal.done[:]) == 1

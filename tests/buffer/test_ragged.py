@@ -4,6 +4,7 @@ import array
 import multiprocessing
 import re
 import warnings
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -383,7 +384,6 @@ def test_parts_that_know_fields_of_one_shape_alone_refuse_others_with_their_name
     buffer.writer().append(**row())
     calls = {
         "torchreplay.ops": lambda: Ring(buffer),
-        "sampler=Fifo": lambda: tr.ReplayBuffer(TOKENS, 10, ragged_bytes=4096, sampler=tr.Fifo()),
     }
     for what, call in calls.items():
         message = (
@@ -480,3 +480,35 @@ def test_fields_may_be_ragged_alone_or_nested():
         assert batch["lengths"]["a"]["b"].tolist() == [2, 2]
         assert made.storage == {}
         assert made.spec == spec
+
+
+def test_rows_that_left_for_want_of_bytes_are_counted():
+    random = np.random.default_rng(3)
+    with tr.ReplayBuffer(TOKENS, 12, ragged_bytes=2048, seed=0) as made, made.writer() as writer:
+        model, there, by_pages = RaggedModel(TOKENS, 12, 2048), set(), 0
+        for _ in range(400):
+            values = random_values(random, TOKENS, longest=20)
+            writer.append(**values)
+            model.append(values)
+            slot_taken = len(model.rows) - 1 - 12
+            by_pages += len(there - set(model.keys()) - {slot_taken})
+            there = set(model.keys())
+            stats = made.stats()
+            assert (stats.size, stats.evicted_by_pages) == (len(there), by_pages)
+    assert 0 < by_pages < 388
+    assert f"evicted_by_pages {by_pages}" in str(stats)
+
+
+def test_a_limiter_sees_each_row_though_few_fit_into_the_bytes():
+    limiter = tr.SamplesPerInsert(1.0, min_size=100, tolerance=0.1)
+    with tr.ReplayBuffer({"x": Ragged(torch.uint8)}, 10_000, ragged_bytes=4096, limiter=limiter) as made:
+        writer, most = made.writer(), 0
+        for _ in range(5):
+            with suppress(tr.WouldBlockForever):
+                while True:
+                    writer.append(x=bytes(200))
+            stats = made.stats()
+            assert stats.inserted == stats.rows_written, "rows were overwritten before anybody looked"
+            assert most < stats.inserted <= 111 + stats.sampled
+            most = stats.inserted
+            made.sample(10)

@@ -202,6 +202,23 @@ def test_items_that_nobody_draws():
         assert "of the items are overwritten before they were ever drawn" in said(after(live, flood))["undrawn"]
 
 
+def test_values_that_take_more_bytes_than_rows_take_slots():
+    buffer = tr.ReplayBuffer({"x": tr.Ragged(torch.uint8)}, 1000, ragged_bytes=4096, name="long values")
+
+    def flood():
+        for _ in range(300):
+            buffer.writer().append(x=bytes(128))
+            len(buffer)
+
+    with look_at(buffer) as live:
+        assert "bytes" not in said(after(live, lambda: [buffer.writer().append(x=b"") for _ in range(200)]))
+        flood()
+        assert said(after(live, flood))["bytes"] == (
+            f"ragged_bytes is the smaller measure: {len(buffer):,} of 1,000 rows fit into its 4,096. Raise it to about "
+            f"{4096 * 1000 // len(buffer):,}, or lower the capacity."
+        )
+
+
 def test_a_run_that_lacks_one_side():
     buffer = make()
     with look_at(buffer) as live:

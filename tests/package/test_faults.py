@@ -14,15 +14,10 @@ from torchreplay import _C
 
 NAMES = ["rows", *VIEWS]
 FEW = ["rows", "3 steps of 4 frames"]
-OF_LONG_VALUES = {
-    *("draw.arranged", "draw.left_out", "draw.measured", "draw.measures_again", "draw.values"),
-    "import.pages",
-    *("follow.cursor", "follow.marked", "follow.owner", "follow.page", "follow.run", "follow.voided"),
-    *("pages.busy", "pages.copied", "pages.done", "pages.forgotten", "pages.hole", "pages.said", "pages.ticket"),
-    *("pages.row_committed", "pages.row_done", "pages.row_hole", "pages.voided", "reclaim.page", "reclaim.run"),
-}
-"""No scene has values of any length. `tests/cpp/deaths/test_page_deaths.cpp` dies at the points of their pages, and in
-`tests/cpp/draw/test_ragged_redraws.cpp` writers come in at those of their draws."""
+OF_LONG_VALUES = {"draw.measures_again", "import.pages", "pages.hole", "pages.voided"}
+"""Where processes come that meet within a few instructions. `tests/cpp/write/test_page_ring.cpp` makes writers meet,
+and in `tests/cpp/draw/test_ragged_redraws.cpp` a writer comes in where a draw measures rows. Restores die at their
+points in `tests/cpp/deaths/test_page_deaths.cpp`."""
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +115,10 @@ def test_a_row_that_a_stopped_writer_of_a_queue_wrote_before_all_died_is_in_the_
 
 def test_writers_that_wait_for_a_stopped_one_because_of_a_window_and_who_looks_at_the_queue_are_told_its_name(faulty):
     faulty.run(stopped_writers.name_a_stopped_writer)
+
+
+def test_a_writer_that_finds_no_pages_between_those_of_stopped_ones_says_so(faulty):
+    faulty.run(stopped_writers.name_pages_of_stopped_writers)
 
 
 @pytest.mark.slow

@@ -798,6 +798,84 @@ class StoppedWriter(Scene):
         assert (self.buffer.num_items, self.buffer.stats().held_items) == (0, 0)
 
 
+class LongValues(Scene):
+    """A process writes values of any length to a ring and to a queue, and draws them.
+
+    Others have died before, in their pages and with them, and one is stopped within a row of the ring.
+    """
+
+    ROWS, DRAWN = 40, 4
+
+    def __init__(self, name):
+        spec = {"x": tr.Field((), "int64"), "text": tr.Ragged(torch.uint8)}
+        self.ring = tr.ReplayBuffer(spec, 16, ragged_bytes=2048, seed=0)
+        self.queue = tr.ReplayBuffer(spec, 64, sampler=tr.Fifo(), ragged_bytes=2048)
+        self.written, self.came = shared_counters(self.ROWS), shared_counters(self.ROWS)
+
+    def row(self, number):
+        return {"x": number, "text": bytes((number + k) % 256 for k in range(number * 29 % 400))}
+
+    def numbers(self, batch):
+        """The numbers of a batch whose values are whole."""
+        values = np.split(batch["text"].numpy(), batch.offsets("text")[1:-1].tolist())
+        for number, value in zip(batch["x"].tolist(), values, strict=True):
+            assert value.tobytes() == self.row(number)["text"], "a value is torn"
+        return batch["x"].tolist()
+
+    def write(self, most):
+        with self.queue.writer() as writer:
+            for number in range(self.ROWS):
+                if most and not self.written[number] and self.queue.stats().ragged_fill < 0.5:
+                    writer.append(**self.row(number))
+                    self.written[number] = 1
+                    most -= 1
+
+    def take(self):
+        if self.queue._segment.queue_state(False)["to_draw"]:  # with what the dead held
+            for number in self.numbers(self.queue.sample(self.DRAWN, at_least=1)):
+                self.came[number] += 1
+            self.queue.commit()  # or what is held has the bytes that the next rows need
+
+    def turn(self, rows=12):
+        with self.ring.writer() as writer:
+            for number in range(rows):
+                writer.append(**self.row(number))
+
+    def work(self):
+        for _ in range(4):
+            self.write(4)
+            self.take()
+            self.turn()
+            self.numbers(self.ring.sample(8, budget={"text": 600}))
+
+    def perform(self, start):
+        for point in ("pages.row_done", "pages.busy"):
+            for body, *args in ((self.write, 4), (self.turn,)):
+                with faulty(body, *args, faults=[Fault(point)]) as dead:
+                    assert dead.wait() == DIED
+        with faulty(self.turn, faults=[Fault("append.busy", stop=True)]) as late:
+            assert await_stop(late)
+            with start(self.work) as process:
+                status = process.wait()
+            late.signal(signal.SIGCONT)
+            assert late.wait() == 0
+        return status
+
+    def check(self):
+        for _ in range(self.ROWS):
+            self.write(self.ROWS)
+            self.take()
+        assert min(self.came[:]) >= 1, "an item was lost"
+        stats = self.queue.stats()
+        assert (stats.drawable, stats.held_items, stats.ragged_fill, stats.writers) == (0, 0, 0, 0)
+        assert self.ring.stats().writers == 0  # which frees what the dead have left
+        longest = {"x": 0, "text": bytes(512)}  # a quarter of the bytes
+        with self.ring.writer() as writer:
+            for _ in range(8):
+                writer.append(**longest)
+        assert self.ring.num_items == 4, "pages were lost"
+
+
 OF_ROWS = {
     "in a sound buffer": Scene,
     "in changes of the grid": ChangesOfTheGrid,
@@ -826,6 +904,7 @@ OF_ROWS = {
     "of items that are too old": Versions,
     "beside a slow episode in a queue": SlowEpisode,
     "beside a stopped writer in a queue": StoppedWriter,
+    "with values of any length": LongValues,
 }
 OF_TRAJECTORIES = {
     **dict(itertools.islice(OF_ROWS.items(), 16)),

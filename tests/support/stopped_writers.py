@@ -5,6 +5,8 @@ Everything here runs in an interpreter whose native module has fault points (`fa
 
 import os
 import signal
+from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 import torch
@@ -170,3 +172,28 @@ def name_a_stopped_writer():
         assert late.wait() == 0
         assert draw_all(buffer)[0] == 1
         writer.append(obs=0)
+
+
+def write_value(buffer, length):
+    with buffer.writer() as writer:
+        writer.append(x=bytes(length))
+
+
+def name_pages_of_stopped_writers():
+    """One page of each four of a ring is busy. A row of four finds no place, and its writer says what is missing."""
+    with tr.ReplayBuffer({"x": tr.Ragged(torch.uint8)}, 100, ragged_bytes=1024) as buffer, ExitStack() as ends:
+        writer, late = buffer.writer(), []
+        for _ in range(4):
+            writer.append(x=bytes(3 * 64))
+            fault = Fault("pages.busy", stop=True)
+            late.append(ends.enter_context(faulty(write_value, buffer, 64, faults=[fault])))
+            assert await_stop(late[-1])
+        with (
+            mock.patch("torchreplay.buffer.writer.STALL_LIMIT", 0.2),
+            pytest.raises(tr.ReplayTimeout, match=r"no run of pages came free for .* all over the 1,024 ragged_bytes"),
+        ):
+            writer.append(x=bytes(4 * 64))
+        for process in late:
+            process.signal(signal.SIGCONT)
+            assert process.wait() == 0
+        writer.append(x=bytes(4 * 64))

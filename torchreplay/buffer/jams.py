@@ -51,7 +51,7 @@ def kept_by(need: int, pid: int) -> str:
     return f"the oldest row is being written by {who}" if need == Need.UNWRITTEN else ""
 
 
-def why_full(segment: _C.Segment) -> str:
+def why_full(segment: _C.Segment, config: Config) -> str:
     """Returns why a writer has no room: what waits to be drawn, who holds items, and what keeps the oldest row."""
     state = queue_state(segment)
     if state is None:
@@ -61,8 +61,19 @@ def why_full(segment: _C.Segment) -> str:
         f"the queue is full: {state['to_draw']:,} items wait to be drawn",
         f"{state['held']:,} are held{holders and ': ' + holders}",
         kept_by(state["need"], state["needed_pid"]),
+        f"capacity: {config.capacity:,} rows",
+        _room_for_values(config, state) if state["pages_wanted"] else "",
     ]
     return "; ".join(filter(None, parts))
+
+
+def _room_for_values(config: Config, state: QueueState) -> str:
+    """Returns that values of any length have no room, with the numbers."""
+    page = state["page_bytes"]
+    return (
+        f"ragged_bytes: {config.ragged_bytes:,}, of which {state['pages_in_use'] * page:,} are in use, and the next "
+        f"row takes {state['pages_wanted'] * page:,} in one piece"
+    )
 
 
 def why_short(segment: _C.Segment) -> str:
@@ -90,16 +101,38 @@ def capacity_that_does(config: Config, state: QueueState) -> int:
         config: What the queue was made of.
         state: Of the queue, with its streams counted.
     """
-    rows, stride = config.view.rows_of_an_item, config.view.native()[2]
-    streams, lacking = state["open_streams"], state["lacking"]
-    items = state["to_draw"] + state["held"] + lacking
-    enough = streams * (rows + 1) + max(0, items - streams) * stride
-    return max(enough, config.capacity + max(1, lacking - streams) * stride)
+    stride, streams, lacking = config.view.native()[2], state["open_streams"], state["lacking"]
+    return max(_rows_in_need(config, state), config.capacity + max(1, lacking - streams) * stride)
+
+
+def _rows_in_need(config: Config, state: QueueState) -> int:
+    """Returns how many rows the items take that are there, and those that come to be completed."""
+    rows, stride, streams = config.view.rows_of_an_item, config.view.native()[2], state["open_streams"]
+    items = state["to_draw"] + state["held"] + state["lacking"]
+    return streams * (rows + 1) + max(0, items - streams) * stride
+
+
+def ragged_bytes_that_do(config: Config, state: QueueState) -> int:
+    """Returns `ragged_bytes` with which a jam for want of them ends, where no row is longer than those there.
+
+    All rows of `capacity_that_does`, each as long as the longest, and that once more for the end of the ring, which no
+    row goes over. With more bytes pages are larger, and the last one of each row is half empty: hence an eighth.
+    """
+    longest = state["longest_run"] * state["page_bytes"]
+    enough = max(4, _rows_in_need(config, state) + 2) * longest
+    return max(enough + enough // 8, (config.ragged_bytes or 0) + longest)
+
+
+def advised_size(config: Config, state: QueueState) -> str:
+    """Returns which argument of a queue that is full has to be larger, and how large."""
+    if state["lacks_pages"]:
+        return f"ragged_bytes of at least {ragged_bytes_that_do(config, state):,} (it is {config.ragged_bytes:,})"
+    return f"a capacity of at least {capacity_that_does(config, state):,}"
 
 
 def _progress(state: QueueState) -> tuple[int, ...]:
     """Returns what changes where a queue moves."""
-    return state["head"], state["limit"], state["to_draw"], state["held"]
+    return state["head"], state["limit"], state["page_limit"], state["to_draw"], state["held"]
 
 
 class Jam:
@@ -151,12 +184,13 @@ class WriterJam(Jam):
         if state is None:
             return
         view, capacity, streams = self._config.view, self._config.capacity, max(1, state["open_streams"])
+        full = f"{self._config.ragged_bytes:,} ragged_bytes" if state["lacks_pages"] else f"{capacity:,} rows"
         raise WouldBlockForever(
             f"append() of {self._config.called} would wait for ever: unfinished episodes of {streams:,} environments "
-            f"fill the {capacity:,} rows, so that none of their items can be completed ({view} needs "
-            f"{view.rows_of_an_item:,} rows of one environment), and nothing can be drawn. Choose a capacity of at "
-            f"least {capacity_that_does(self._config, state):,}, more where some environments are much slower than "
-            f"others, or fewer environments"
+            f"fill the {full}, so that none of their items can be completed ({view} needs "
+            f"{view.rows_of_an_item:,} rows of one environment), and nothing can be drawn. Choose "
+            f"{advised_size(self._config, state)}, more where some environments are much slower than others, or fewer "
+            f"environments"
         )
 
 
@@ -208,11 +242,13 @@ class LearnerJam(Jam):
         advice = self._advice(mine)
         if state["need"] == Need.UNFINISHED:
             advice = f"an unfinished episode keeps its place, and its writer has no room to go on; {advice}"
+        size = f"{self._config.capacity:,} rows' items"
+        if state["lacks_pages"]:
+            size = f"items that the {self._config.ragged_bytes:,} ragged_bytes have"
         raise WouldBlockForever(
             f"sample() of {self._config.called} would wait for ever: the queue is full, and its writers wait for room. "
             f"{at_least:,} items are asked for, {state['to_draw']:,} can be drawn, and this process holds {mine:,} of "
-            f"the {self._config.capacity:,} rows' items; {advice}, or choose a capacity of at least "
-            f"{capacity_that_does(self._config, state):,}"
+            f"the {size}; {advice}, or choose {advised_size(self._config, state)}"
         )
 
     def _advice(self, mine: int) -> str:

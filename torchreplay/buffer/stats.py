@@ -21,7 +21,7 @@ SUBJECTS: tuple[tuple[str, Sequence[str]], ...] = (
 VERSIONS: tuple[str, Sequence[str]] = ("versions", ("policy_version", "age_mean", "age_max", "expired_items"))
 """Those of policy versions, which are shown where there are any."""
 
-RAGGED: tuple[str, Sequence[str]] = ("ragged", ("ragged_bytes", "ragged_fill"))
+RAGGED: tuple[str, Sequence[str]] = ("ragged", ("ragged_bytes", "ragged_fill", "evicted_by_pages"))
 """Those of ragged fields, which are shown where there are any."""
 
 NOTICEABLE = 0.05
@@ -39,7 +39,10 @@ class Stats:
         drawable: Items that can be drawn now.
         ragged_bytes: Bytes for the values of ragged fields; 0: there are none.
         ragged_fill: Share of these that rows take, from the oldest row on. Where it is 1 and `size` is less than
-            `capacity`, bytes are the smaller measure: the oldest rows go before all slots are used.
+            `capacity`, bytes are the smaller measure: the oldest rows go before all slots are used. Of a queue whose
+            writers wait: from the oldest row on that is still needed.
+        evicted_by_pages: Rows that left because the bytes of their ragged values were taken again, and not their
+            slots. Of a queue whose writers wait: rows that nobody needed any more.
         inserted: Items that ever became drawable: a learner, `stats` or `len` had to look while they were there, or a
             writer under `SamplesPerInsert`. What the ring took back before that is in none of these figures; under
             `Rows()` it is about `rows_written` - `inserted`.
@@ -98,6 +101,7 @@ class Stats:
     drawable: int
     ragged_bytes: int
     ragged_fill: float
+    evicted_by_pages: int
     inserted: int
     sampled: int
     draws: int

@@ -26,7 +26,7 @@ Autoreset: TypeAlias = OwnAutoreset | Literal["NextStep", "SameStep", "Disabled"
 """What a vector environment does when an episode ends, as Gymnasium's `AutoresetMode` or its value too."""
 MAX_ENVS = 1 << 20
 MORE_TOLERANCE = "give SamplesPerInsert a tolerance with room for all rows of a call, or use MinSize"
-LARGER_QUEUE = "choose a larger capacity, or give Fifo when_full='drop_oldest'"
+LARGER_QUEUE = "choose a larger {}, or give Fifo when_full='drop_oldest'"
 """What to do about a wait of a writer that nobody ends."""
 
 
@@ -146,12 +146,13 @@ class Writer(_C.Writer, Closeable):
         observation = self._config.view.observation  # type: ignore[union-attr]
         return FinalObservations(self._config.fields, ended).by_name(final_obs, names_of(observation))
 
-    def _look(self, stalled: bool, waited: float) -> None:
+    def _look(self, stalled: bool, waited: float, pages: bool = False) -> None:
         """Called by the native core while a row cannot be written: when a wait begins, and once a slice of it.
 
         Args:
             stalled: All slots are held by others; else the limiter says that the learner has to draw first.
             waited: Seconds so far, 0 at the beginning.
+            pages: It is not slots that are missing, but bytes for ragged values.
 
         Raises:
             Stopped: The buffer was stopped, or nobody has been there to draw for some seconds.
@@ -159,16 +160,15 @@ class Writer(_C.Writer, Closeable):
             ReplayTimeout: The timeout has passed, or every slot has been held by stopped writers for a minute.
         """
         if stalled:
-            self._look_while_stalled(waited)
+            self._look_while_stalled(waited, pages)
             return
         if waited == 0:
             self._wait = Wait(self._segment, self.timeout)
         else:
             if self._jam is not None:
                 self._jam.check()
-                self._wait.check_room(
-                    self._why_full, LARGER_QUEUE, "room in the queue", lambda: f"{self._why_full()}; "
-                )
+                advice = LARGER_QUEUE.format("ragged_bytes" if pages else "capacity")
+                self._wait.check_room(self._why_full, advice, "room in the queue", lambda: f"{self._why_full()}; ")
             else:
                 self._wait.check_room(
                     self._balance, MORE_TOLERANCE, "the learner to draw more, as the limiter wants it"
@@ -177,7 +177,7 @@ class Writer(_C.Writer, Closeable):
         self._wait.look()
 
     def _why_full(self) -> str:
-        return f"{why_full(self._segment)}; capacity: {self._config.capacity:,} rows"
+        return why_full(self._segment, self._config)
 
     def _balance(self) -> str:
         """Returns what was inserted and drawn, and what the limiter makes of it, for errors."""
@@ -195,12 +195,16 @@ class Writer(_C.Writer, Closeable):
         """
         self._audience.check()
 
-    def _look_while_stalled(self, waited: float) -> None:
+    def _look_while_stalled(self, waited: float, pages: bool) -> None:
         if self._segment.stopped:
             raise Stopped(f"{self._config.called} was stopped")
+        if waited > STALL_LIMIT and pages:
+            raise ReplayTimeout(
+                f"no run of pages came free for {STALL_LIMIT:.0f} s: stopped writers are writing values all over "
+                f"the {self._config.ragged_bytes:,} ragged_bytes, and the row does not fit between them"
+            )
         if waited > STALL_LIMIT:
-            places = "slot, and no run of pages," if self._config.ragged else "slot"
-            raise ReplayTimeout(f"no {places} came free for {STALL_LIMIT:.0f} s: all are held by stopped writers")
+            raise ReplayTimeout(f"no slot came free for {STALL_LIMIT:.0f} s: all are held by stopped writers")
 
     def __enter__(self) -> Writer:
         self._require_open()

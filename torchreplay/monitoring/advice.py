@@ -373,6 +373,21 @@ def _undrawn(findings: Findings) -> Iterator[Advice]:
         )
 
 
+def _short_of_bytes(findings: Findings) -> Iterator[Advice]:
+    now, buffer, timeline = findings.now, findings.buffer, findings.timeline
+    if now.queue is not None or timeline.change("head", OVER) < ENOUGH or now.rows > 0.9 * buffer.capacity:
+        return
+    if timeline.share("evicted_by_pages", "head", OVER) >= UNSEEN:
+        given = buffer.config.ragged_bytes or 0
+        enough = given * buffer.capacity // max(1, now.rows)
+        yield Advice(
+            "bytes",
+            f"ragged_bytes is the smaller measure: {now.rows:,} of {buffer.capacity:,} rows fit into its {given:,}. "
+            f"Raise it to about {enough:,}, or lower the capacity.",
+            "note",
+        )
+
+
 def _priorities(findings: Findings) -> Iterator[Advice]:
     slots, sampler = findings.slots, findings.buffer.config.sampler
     if slots is None or not isinstance(sampler, Prioritized) or len(slots.leaves) < MANY:
@@ -429,6 +444,7 @@ RULES: Final[tuple[Callable[[Findings], Iterator[Advice]], ...]] = (
     _late_feedback,
     _no_feedback,
     _undrawn,
+    _short_of_bytes,
     _starving,
     _held_back,
     _priorities,

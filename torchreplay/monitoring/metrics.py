@@ -33,6 +33,7 @@ COUNTERS: Final = {
     "unready_updates": "TD errors dropped because their item was not complete",
     "redraws": "items drawn again because their row was overwritten while it was copied",
     "evicted_unsampled": "items overwritten before they were ever drawn",
+    "evicted_by_pages": "rows that left because the bytes of their ragged values were taken again",
     "rows_written": "keys given to writers",
     "dropped_rows": "rows that were being written when all processes had died",
     "expired_items": "items that became too old for the learner's policy version",

@@ -113,6 +113,7 @@ class Snapshot:
         stale_updates: TD errors dropped because their row was overwritten.
         unready_updates: TD errors dropped because their item was not complete.
         evicted_unsampled: Items overwritten before they were ever drawn.
+        evicted_by_pages: Rows that left because the bytes of their ragged values were taken again.
         redraws: Items drawn again because their row was overwritten while it was copied.
         dropped_rows: Rows of a file that were being written when its processes died.
         drawable: Items that can be drawn.
@@ -146,6 +147,7 @@ class Snapshot:
     stale_updates: int
     unready_updates: int
     evicted_unsampled: int
+    evicted_by_pages: int
     redraws: int
     dropped_rows: int
     drawable: int

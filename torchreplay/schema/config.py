@@ -152,8 +152,6 @@ class Config:
         return config
 
     def __post_init__(self) -> None:
-        if isinstance(self.sampler, Fifo):
-            self.fixed_fields(f"sampler={self.sampler}")
         rows = self.view.rows_of_an_item
         if self.capacity < rows:
             raise ValueError(f"capacity is {self.capacity}: one item of {self.view} takes {rows} rows")

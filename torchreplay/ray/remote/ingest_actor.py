@@ -155,9 +155,9 @@ class IngestWriter(Writer):
         before[inside] = chunk.first - before[inside]  # -1 - index
         return before, ends[left].copy()
 
-    def _look(self, stalled: bool, waited: float) -> None:
+    def _look(self, stalled: bool, waited: float, pages: bool = False) -> None:
         if stalled:
-            super()._look(stalled, waited)
+            super()._look(stalled, waited, pages)
             return
         if self._segment.stopped:
             raise Stopped(f"{self._config.called} was stopped")
@@ -320,9 +320,10 @@ class Ingest:
         return sum(writer.is_behind for writer in list(self._writers.values()))
 
     def _why(self) -> str:
-        segment = local_sampler(self._buffer).segment
+        sampler = local_sampler(self._buffer)
+        segment = sampler.segment
         if isinstance(self._buffer.sampler, Fifo):
-            return f"room in the queue: {why_full(segment)}"
+            return f"room in the queue: {why_full(segment, sampler.config)}"
         census = segment.census(True)
         return f"the learner to draw more, as the limiter wants it (learners alive: {census['learners']})"
 

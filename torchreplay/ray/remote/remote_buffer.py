@@ -122,7 +122,7 @@ class RemoteWriter(Writer):
         if self._buffer_closed.is_set():
             self._refuse_closed_buffer()
 
-    def _look(self, stalled: bool, waited: float) -> None:
+    def _look(self, stalled: bool, waited: float, pages: bool = False) -> None:
         self._send_buffer.wanted = self._wanted_bytes()  # until the next wait: the row has not its pages yet
         self._sender.make_room(self._send_buffer, self._admitted, self.timeout)
 

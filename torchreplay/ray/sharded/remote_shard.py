@@ -43,9 +43,9 @@ class RemoteShardWriter(RemoteWriter):
         with _losses_of_a_shard():
             super().flush()
 
-    def _look(self, stalled: bool, waited: float) -> None:
+    def _look(self, stalled: bool, waited: float, pages: bool = False) -> None:
         with _losses_of_a_shard():
-            super()._look(stalled, waited)
+            super()._look(stalled, waited, pages)
 
 
 class RemoteShard(RemoteBuffer):

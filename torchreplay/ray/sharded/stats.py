@@ -18,7 +18,7 @@ from torchreplay.schema.samplers import Uniform
 
 SUMS: tuple[str, ...] = ("size", "nbytes", "drawable", "updated", "stale_updates", "unready_updates", "redraws")
 SUMS += ("evicted_unsampled", "priority_total", "writers", "rows_written", "dropped_rows", "insert_wait")
-SUMS += ("held_items", "dropped_items", "expired_items", "ragged_bytes")
+SUMS += ("held_items", "dropped_items", "expired_items", "ragged_bytes", "evicted_by_pages")
 
 
 @dataclass(frozen=True)
