@@ -15,7 +15,7 @@ from torchreplay.schema.batch import ReplayBatch
 from torchreplay.segment.waits import Wait, logger
 
 if TYPE_CHECKING:
-    from torchreplay.buffer.local_sampler import Limits, LocalSampler
+    from torchreplay.buffer.local_sampler import Into, LocalSampler
 
 
 class GroupJam(LearnerJam):
@@ -68,7 +68,7 @@ class GroupIterator(QueueIterator):
             except WouldBlockForever as error:
                 self._accept_fewer(error)
 
-    def _sample_groups(self, n: int, beta: float, deadline: int, out: ReplayBatch | Limits | None) -> Any:
+    def _sample_groups(self, n: int, beta: float, deadline: int, out: Into) -> Any:
         groups, counts = self._groups, self._groups.counts
         batch, told, sizes, dropped, items = self._segment.sample_groups(
             *groups.native(), self._is_end, beta, deadline, self._loop, self._loop
