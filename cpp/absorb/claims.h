@@ -133,8 +133,10 @@ class Claims {
   // Nobody gets these items any more, all of which could be drawn, in slots that ascend.
   void drop(const std::vector<int64_t>& slots, uint32_t presence) {
     take(slots.data(), static_cast<int>(slots.size()), presence);
-    std::vector<int64_t> keys;
-    for (const int64_t slot : slots) keys.push_back(static_cast<int64_t>(memory_.at(static_cast<uint64_t>(slot))) - 1);
+    std::vector<int64_t> keys(slots.size());
+    std::ranges::transform(slots, keys.begin(), [&](int64_t slot) {
+      return static_cast<int64_t>(memory_.at(static_cast<uint64_t>(slot))) - 1;
+    });
     let_go(keys, presence, [](Claim) { return Claim::kMostDraws; });
   }
 

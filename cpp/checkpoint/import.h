@@ -183,10 +183,11 @@ class Import {
   }
 
   // Copies the values of row i to its run. False: others who were faster have its pages.
-  bool place_run(uint64_t i, const RowColumns& rows) {
+  bool place_run(const Run& run, uint64_t i, const RowColumns& rows) {
     const Layout& layout = memory_.layout();
-    if (!pages_.take_issued(*runs_[i])) return false;
+    if (!pages_.take_issued(run)) return false;
     std::vector<uint32_t> lengths;
+    lengths.reserve(rows.lengths.size());
     for (const uint32_t* of_group : rows.lengths) lengths.push_back(of_group[i]);
     std::vector<uint64_t> offsets(layout.ragged.size());
     place_values(layout.ragged, lengths.data(), offsets.data());
@@ -207,8 +208,9 @@ class Import {
     uint64_t word = row.word.load(std::memory_order_acquire);
     if (slot_word::key1(word) > header_.import_head || (slot_word::is_row(word) && slot_word::key1(word) > key)) return;
     if (memory_.has_pages()) {
-      if (!runs_[i]) return;
-      if (runs_[i]->pages && !place_run(i, rows)) return left_out_.push_back(rows.key[i]);
+      const std::optional<Run>& run = runs_[i];
+      if (!run) return;
+      if (run->pages && !place_run(*run, i, rows)) return left_out_.push_back(rows.key[i]);
     }
     DrawnItems(memory_).mark(slot);  // first: who takes rows back looks there
     kill_fence();
@@ -248,7 +250,7 @@ class Import {
   }
 
   void describe_run(uint64_t slot, uint64_t i, const RowColumns& rows) const {
-    const Run& run = *runs_[i];
+    const Run run = runs_[i].value_or(Run{});
     *memory_.run1_of_row(slot) = run.pages ? run.first + 1 : 0;
     for (size_t g = 0; g < rows.lengths.size(); g++) *memory_.length_of_row(slot, g) = rows.lengths[g][i];
   }

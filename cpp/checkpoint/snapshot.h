@@ -150,7 +150,7 @@ class Snapshot {
 
   // Of the row with `key1`, also while its other fields are rewritten.
   bool find_run(uint64_t slot, uint64_t key1, Run& run) {
-    const bool sound = read_run(memory_, slot, run, lengths_.data());
+    const bool sound = !memory_.has_pages() || read_run(memory_, slot, run, lengths_.data());
     return sound && slot_word::key1(load_after_copy(memory_.row(slot).word)) == key1;
   }
 

@@ -60,8 +60,8 @@ class OldestItems {
   void drop_failed(const DrawRules& rules) {
     const uint32_t own = memory_.presence();
     if (rules.groups) {
-      std::vector<int64_t> keys;
-      for (const DrawnItem& item : drawing_.items) keys.push_back(item.key());
+      std::vector<int64_t> keys(drawing_.items.size());
+      std::ranges::transform(drawing_.items, keys.begin(), &DrawnItem::key);
       give_back(keys);
       drawing_.items.clear();
     }

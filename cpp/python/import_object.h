@@ -78,6 +78,7 @@ inline PyObject* expect(PyObject* self, PyObject* list) {
     GivenColumns given(list, 1 + layout.pages.groups);
     const auto* keys = reinterpret_cast<int64_t*>(given.column(0, Element::kI64));
     std::vector<const uint32_t*> lengths;
+    lengths.reserve(layout.pages.groups);
     for (size_t g = 0; g < layout.pages.groups; g++)
       lengths.push_back(reinterpret_cast<uint32_t*>(given.column(1 + g, Element::kU32)));
     s.expected.expect(layout, given.rows(), keys, lengths);

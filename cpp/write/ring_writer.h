@@ -41,20 +41,20 @@ class RingWriter {
   void pass_gate() { gated_ = false; }
 
   // Whether the last row that was not written waits for pages, and not for a slot.
-  bool lacks_pages() const { return lacks_pages_; }
+  bool lacks_pages() const { return lacking_ != nullptr; }
 
   // How many pages it needs then.
-  uint64_t pages_wanted() const { return lacks_pages_ ? pages_->lacking() : 0; }
+  uint64_t pages_wanted() const { return lacking_ ? lacking_->lacking() : 0; }
 
   // Whether there is room for it now, where the limit said wait.
   bool has_room() const {
     const Header& h = memory_.header();
-    return lacks_pages_ ? pages_->has_room()
-                        : h.head.load(std::memory_order_relaxed) < h.ticket_limit.load(std::memory_order_acquire);
+    return lacking_ ? lacking_->has_room()
+                    : h.head.load(std::memory_order_relaxed) < h.ticket_limit.load(std::memory_order_acquire);
   }
   // Whoever sets the limit next looks harder for room.
   void ask_for_room() const {
-    if (lacks_pages_) pages_->ask_for_room();
+    if (lacking_) lacking_->ask_for_room();
   }
 
   // Writes up to `n` rows, `fill(row, slot)` copying the payload of row 0, 1, ... (it must not throw), and stores their
@@ -135,7 +135,7 @@ class RingWriter {
     PageRing& pages = pages_ ? *pages_ : pages_.emplace(memory_, static_cast<int>(writer_));
     for (uint64_t holes = 0; written < n;) {
       const uint64_t head = h.head.load(std::memory_order_relaxed);
-      lacks_pages_ = false;
+      lacking_ = nullptr;
       if (gated_ && h.gate.is_shut(head)) return Append::kGated;
       if (head >= h.ticket_limit.load(std::memory_order_relaxed))
         return head < kMaxKeys ? Append::kLimited : Append::kSpent;
@@ -181,10 +181,10 @@ class RingWriter {
     while (n > 0 && pages.run().pages == 0) {
       switch (pages.take(n)) {
         case PageRing::Taken::kLimited:
-          lacks_pages_ = true;
+          lacking_ = &pages;
           return Append::kLimited;
         case PageRing::Taken::kStalled:
-          lacks_pages_ = true;
+          lacking_ = &pages;
           return Append::kStalled;
         case PageRing::Taken::kSpent:
           return Append::kSpent;
@@ -272,9 +272,9 @@ class RingWriter {
   SegmentMemory& memory_;
   Participant& entry_;
   uint64_t writer_;
-  std::optional<PageRing> pages_;  // made when it is first needed: most segments have none
-  bool lacks_pages_ = false;
-  bool queued_;  // it waits for learners
+  std::optional<PageRing> pages_;      // made when it is first needed: most segments have none
+  const PageRing* lacking_ = nullptr;  // where the last row that was not written waits for pages
+  bool queued_;                        // it waits for learners
   bool gated_;
   bool linked_;
 };
