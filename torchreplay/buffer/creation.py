@@ -117,6 +117,7 @@ def copy_rows(source: _C.Segment, target: _C.Segment, config: Config, into: Conf
         if complaint := lost.complaint(left_out):
             raise ValueError(complaint)
         counts, limiter = source.counts()
+        left_out = left_out[left_out >= int(counts[0]) - into.capacity]  # the others have no slot
         if into.capacity < config.capacity or len(left_out):
             counts = without_grid(counts)
         if source.imports != imports:
