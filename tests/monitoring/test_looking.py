@@ -260,7 +260,7 @@ def test_a_look_sees_what_a_queue_has_dropped_and_the_age_of_the_oldest():
 
 def test_a_look_sees_ages_in_versions():
     spec = {"x": tr.Field(), "policy_version": tr.Field((), torch.int64)}
-    buffer = tr.ReplayBuffer(spec, 10, sampler=tr.Fifo(max_age=3))
+    buffer = tr.ReplayBuffer(spec, 10, sampler=tr.Fifo(max_age=3), name=f"ages {os.getpid()}")
     with look_at(buffer) as live:
         buffer.extend(x=np.zeros(6), policy_version=np.arange(6))
         buffer.policy_version = 5

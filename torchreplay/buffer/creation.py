@@ -49,13 +49,12 @@ def new_segment(
     weighting, limits, what = config.weighting(), config.limiter.native(), config.called.removeprefix("the ")
     with nullcontext() if path is None else NewFile(path, size) as new:
         if new is None:
+            placed = (arrays, config.capacity, SPARE + page_tables(size)) if by_and_by else ((), 0, 0)
             beyond = 0
             if pages_when_used and config.ragged:
                 regions = _C.segment_regions(config.capacity, native, shape, len(text.encode()))
                 beyond = size - regions["page_words"]
-            ours = arrays if by_and_by else []
-            slots, spare = (config.capacity, SPARE + page_tables(size)) if by_and_by else (0, 0)
-            reservation = begin_reservation(size - beyond, what, ours, slots, spare, beyond)
+            reservation = begin_reservation(size - beyond, what, *placed, beyond)
         else:
             reservation = Reservation(new.fd, 0, what)
         with reservation:

@@ -182,7 +182,7 @@ class Layout:
 
     def _with_values(self, batch: ReplayBatch, parts: list[tuple[RaggedItems, NDArray[np.int64]]]) -> ReplayBatch:
         """Returns the batch with values of any length of these items, and where they begin and end."""
-        none = tuple(np.empty(0, np.int64) for _ in self._ragged)
+        none: list[NDArray[np.int64]] = [np.empty(0, np.int64) for _ in self._ragged]
         of = parts[0][0].of if parts else tuple(range(len(none)))
         chosen = [tuple(each[which] for each in items.lengths) for items, which in parts] or [none]
         lengths = [np.concatenate(each) for each in zip(*chosen, strict=True)]
