@@ -447,6 +447,7 @@ class Import:
         seed: int,
         stream: int,
         step: int,
+        policy_version: int,
         /,
     ) -> None: ...
     def abandon(self) -> None: ...

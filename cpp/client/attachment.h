@@ -252,6 +252,14 @@ class Attachment {
     } while (!now.compare_exchange_weak(before, version, std::memory_order_acq_rel));
   }
 
+  // The same, unless it is further by now.
+  void raise_policy_version(int64_t version) {
+    std::atomic<int64_t>& now = memory_->header().policy_version;
+    int64_t before = now.load(std::memory_order_relaxed);
+    while (before < version && !now.compare_exchange_weak(before, version, std::memory_order_acq_rel)) {
+    }
+  }
+
   LimiterConfig limiter() {
     const Unlocked others;
     const SegmentLock lock(*memory_);

@@ -172,8 +172,8 @@ inline PyObject* place(PyObject* self, PyObject* list) {
   });
 }
 
-// finish(counts, limiter, seed, stream, step): makes a buffer of what was placed, which draws on from there: in that
-// stream, unless somebody else made it. `limiter` is the one that the counts are of.
+// finish(counts, limiter, seed, stream, step, policy_version): makes a buffer of what was placed, which draws on from
+// there: in that stream, unless somebody else made it. `limiter` is the one that the counts are of.
 inline PyObject* finish(PyObject* self, PyObject* args) {
   return guarded([&] {
     auto& s = state_of<ImportObject>(self);
@@ -182,10 +182,10 @@ inline PyObject* finish(PyObject* self, PyObject* args) {
     PyObject* limiter;
     unsigned int streams, stream;
     double max_raw, priority_change;
-    long long grid, written;
-    if (!PyArg_ParseTuple(args, "(KKKKKKKKIddKKLLK)OKIK", n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, &streams,
+    long long grid, written, version;
+    if (!PyArg_ParseTuple(args, "(KKKKKKKKIddKKLLK)OKIKL", n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, &streams,
                           &max_raw, &priority_change, &inserted_before, &sampled_before, &grid, &written, &cleared,
-                          &limiter, &seed, &stream, &step))
+                          &limiter, &seed, &stream, &step, &version))
       throw PythonError{};
     const LimiterConfig counted_by = segment::parse_limiter(limiter);
     if (step >= kMaxDraws) throw std::invalid_argument("the counters are out of range");
@@ -204,6 +204,7 @@ inline PyObject* finish(PyObject* self, PyObject* args) {
                         sampled_before,
                         {grid, written},
                         cleared};
+    s.attached->raise_policy_version(version);
     s.learner->finish(import, counts, counted_by, {seed, stream, step});
     s.import.reset();
     return Py_NewRef(Py_None);

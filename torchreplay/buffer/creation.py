@@ -49,12 +49,13 @@ def new_segment(
     weighting, limits, what = config.weighting(), config.limiter.native(), config.called.removeprefix("the ")
     with nullcontext() if path is None else NewFile(path, size) as new:
         if new is None:
-            placed = (arrays, config.capacity, SPARE + page_tables(size)) if by_and_by else ((), 0, 0)
             beyond = 0
             if pages_when_used and config.ragged:
                 regions = _C.segment_regions(config.capacity, native, shape, len(text.encode()))
                 beyond = size - regions["page_words"]
-            reservation = begin_reservation(size - beyond, what, *placed, beyond)
+            ours = arrays if by_and_by else []
+            slots, spare = (config.capacity, SPARE + page_tables(size)) if by_and_by else (0, 0)
+            reservation = begin_reservation(size - beyond, what, ours, slots, spare, beyond)
         else:
             reservation = Reservation(new.fd, 0, what)
         with reservation:
@@ -125,8 +126,7 @@ def copy_rows(source: _C.Segment, target: _C.Segment, config: Config, into: Conf
         stream, step = source.draws_go_on
         native = from_native(*limiter).native()
         target.set_limiter(native)
-        target.policy_version = source.policy_version
-        rows.finish(counts, native, source.seed, stream, step)
+        rows.finish(counts, native, source.seed, stream, step, source.policy_version)
     except BufferError:
         raise RuntimeError("the buffer is being restored: copy it when that is over") from None
     finally:

@@ -347,9 +347,9 @@ def load_rows(
                 raise CheckpointError(f"the queue in {root} does not fit: {complaint}")
             if wait_for_memory is not None:
                 wait_for_memory(config.capacity)
-            segment.policy_version = max(segment.policy_version, description.policy_version)
             counts = without_grid(counts) if len(left_out) else counts
-            rows.finish(counts, saved.limiter.native(), description.seed, description.stream, description.step)
+            draws = description.seed, description.stream, description.step
+            rows.finish(counts, saved.limiter.native(), *draws, description.policy_version)
         finally:
             rows.abandon()
     except BufferError as error:

@@ -184,7 +184,7 @@ class Layout:
         """Returns the batch with values of any length of these items, and where they begin and end."""
         none: list[NDArray[np.int64]] = [np.empty(0, np.int64) for _ in self._ragged]
         of = parts[0][0].of if parts else tuple(range(len(none)))
-        chosen = [tuple(each[which] for each in items.lengths) for items, which in parts] or [none]
+        chosen = [[each[which] for each in items.lengths] for items, which in parts] or [none]
         lengths = [np.concatenate(each) for each in zip(*chosen, strict=True)]
         totals = [int(each.sum()) for each in lengths]
         if max(totals) > MOST_ELEMENTS:
