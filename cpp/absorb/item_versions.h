@@ -37,6 +37,14 @@ class ItemVersions {
     note(anchor);
   }
 
+  // Whether the item anchored there is too old to be drawn. O(steps).
+  bool is_too_old(uint64_t anchor, const Streams& streams) const {
+    const uint64_t max_age1 = header_.sampler.max_age1;
+    if (!are_kept() || !max_age1) return false;
+    const int64_t now = header_.policy_version.load(std::memory_order_acquire);
+    return versions_behind(now, oldest_of_rows(anchor, streams)) > static_cast<int64_t>(max_age1 - 1);
+  }
+
   // The item anchored there can be drawn again.
   void note(uint64_t anchor) {
     if (!are_kept()) return;

@@ -412,8 +412,9 @@ class BatchSampler {
     if (!out.age || drawing_.items.empty()) return;
     Header& h = memory_.header();
     const std::span<const int64_t> ages(out.age, drawing_.items.size());
-    const int64_t sum = std::accumulate(ages.begin(), ages.end(), int64_t{0});
-    h.ages.fetch_add(static_cast<uint64_t>(sum), std::memory_order_relaxed);
+    // Versions may be made up: their sum may be of more than 64 bits.
+    const auto add = [](uint64_t sum, int64_t age) { return sum + static_cast<uint64_t>(age); };
+    h.ages.fetch_add(std::accumulate(ages.begin(), ages.end(), uint64_t{0}, add), std::memory_order_relaxed);
     h.aged.fetch_add(ages.size(), std::memory_order_relaxed);
     const int64_t largest = std::ranges::max(ages);
     int64_t before = h.largest_age.load(std::memory_order_relaxed);

@@ -74,7 +74,9 @@ class OldestItems {
   // Takes the oldest into the batch, up to `n` in all. Then all of it is to be copied.
   void find(int n, const DrawRules& rules) {
     const size_t first = drawing_.items.size();
-    const uint64_t many = std::min(static_cast<uint64_t>(n) - first, available());
+    // What stands in a group was looked at by now: nothing may be absorbed in between.
+    const uint64_t wanted = static_cast<uint64_t>(n) - first,
+                   many = rules.groups ? wanted : std::min(wanted, available());
     if (many) {
       if (rules.groups) {
         drawing_.index = groups_.take(*rules.groups);

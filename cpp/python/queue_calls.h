@@ -25,17 +25,19 @@ inline std::vector<int64_t> held_keys(SegmentObject& s, PyObject* given) {
 inline PyObject* sample_groups(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return method<SegmentObject>(self, [&](SegmentObject& s) {
     expect_args("sample_groups", nargs, 10);
-    GroupDraw groups{.field = static_cast<uint32_t>(as_uint(args[0])),
+    const std::shared_ptr<AttachedSegment> attached = s.attached();
+    const Layout& layout = attached->memory().layout();
+    const uint64_t place = as_uint(args[0]);
+    const std::vector<FieldSpec>& specs = attached->fields.specs;
+    if (place >= specs.size() || specs[place].ragged() || specs[place].element != Element::kI64 ||
+        specs[place].nbytes != sizeof(int64_t) || layout.view.linked())
+      throw std::invalid_argument("groups are of an int64 field of single rows");
+    GroupDraw groups{.field = static_cast<uint32_t>(specs[place].column),
                      .size = as_count(args[1]),
                      .groups = as_count(args[2]),
                      .min_size = static_cast<int>(as_uint(args[3])),
                      .timeout_ms = as_int(args[4]),
                      .last = as_bool(args[5])};
-    const std::shared_ptr<AttachedSegment> attached = s.attached();
-    const Layout& layout = attached->memory().layout();
-    if (groups.field >= layout.fields.size() || layout.fields[groups.field].element != Element::kI64 ||
-        layout.fields[groups.field].nbytes != sizeof(int64_t) || layout.view.linked())
-      throw std::invalid_argument("groups are of an int64 field of single rows");
     if (int64_t{groups.size} * groups.groups > kMostItems)
       throw std::invalid_argument("the groups have too many items");
     const int n = groups.size * groups.groups;

@@ -269,7 +269,8 @@ inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, const Vi
     l.pages.runs = region(capacity * sizeof(uint64_t), kLine);
     l.pages.owners = region(l.pages.count * sizeof(uint32_t), kLine);
     l.pages.in_flight = region(kMaxParticipants * kRunInFlightBytes, kLine);
-    l.pages.values = region(bytes, bytes >= kHugePage ? kHugePage : kPage);
+    // Up to a huge page is lost before it: worth it where that is little beside the values.
+    l.pages.values = region(bytes, bytes >= 16 * kHugePage ? kHugePage : kPage);
   }
   l.bytes = round_up(at, kPage);
   return l;

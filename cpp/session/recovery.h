@@ -296,8 +296,11 @@ class Recovery {
     each_item([&](uint64_t anchor, float) {
       if (is_discarded(memory_, anchor) || (is_queue() && !is_drawable(anchor))) return;
       if (counts_draws() && counts_.is_used_up(anchor)) return;
+      // One that has gone for its age does not come back.
+      const bool has_leaf = tree_.leaf(static_cast<int64_t>(anchor)) > 0;
+      if (!has_leaf && versions_.is_too_old(anchor, streams_)) return;
       complete[anchor] = true;
-      without_leaf += tree_.leaf(static_cast<int64_t>(anchor)) == 0;
+      without_leaf += !has_leaf;
     });
     each_slot([&](uint64_t slot) {
       if (!complete[slot]) tree_.leaves()[slot] = 0;

@@ -48,6 +48,8 @@ class Examination {
     require_intact(std::isfinite(header_.max_raw) && header_.max_raw >= 0, "largest priority");
     require_intact(std::isfinite(header_.priority_change) && header_.priority_change >= 0, "change of priorities");
     require_intact(header_.limiter_index < 2, "limiter");
+    const int64_t version = header_.policy_version.load(std::memory_order_relaxed);
+    require_intact(version >= 0 && header_.judged_version >= 0 && header_.judged_version <= version, "policy version");
     for (const LimiterConfig& limiter : header_.limiters)
       require_intact(limiter.ratio >= 0 && limiter.min_diff <= limiter.max_diff &&
                          std::max({limiter.min_size, limiter.inserted_before, limiter.sampled_before,

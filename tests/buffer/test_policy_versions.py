@@ -445,3 +445,20 @@ def test_whoever_watches_sees_ages_in_versions():
         assert stats.age_mean == pytest.approx(batch["age"].double().mean().item())
         assert (stats.policy_version, stats.age_max, stats.expired_items) == (4, batch["age"].max(), 1)
         assert "versions" in str(stats)
+
+
+@pytest.mark.parametrize("sampler", [tr.Uniform(max_age=1), tr.Prioritized(max_age=1)])
+def test_items_that_expired_stay_gone_where_a_file_is_closed_and_opened(sampler, tmp_path):
+    spec = {"x": tr.Field(), "policy_version": tr.Field((), torch.int64)}
+    path = tmp_path / "rows.bin"
+    with tr.ReplayBuffer(spec, 8, sampler=sampler, path=path) as buffer:
+        buffer.extend(x=np.arange(4), policy_version=np.arange(4))
+        buffer.policy_version = 3
+        assert set(buffer.sample(32)["x"].tolist()) == {2, 3}
+        before = buffer.stats()
+        assert (before.expired_items, before.drawable) == (2, 2)
+    for _ in range(2):
+        with tr.ReplayBuffer.open(path) as buffer:
+            assert set(buffer.sample(32)["x"].tolist()) == {2, 3}
+            after = buffer.stats()
+            assert (after.expired_items, after.inserted) == (2, before.inserted)

@@ -74,6 +74,27 @@ def held(buffer):
 # What a batch is
 
 
+def test_rollouts_of_any_length_are_grouped_by_their_prompt_wherever_that_stands_in_the_spec():
+    spec = {"tokens": tr.Ragged(torch.int32), "policy_version": tr.Field((), torch.int64)}
+    spec |= {"prompt": tr.Field((), torch.int64), "reward": tr.Field()}
+    order = [0, 1, 1, 2, 0, 2, 3, 0, 1, 3]
+    with tr.ReplayBuffer(spec, 100, ragged_bytes=1 << 16, sampler=tr.Fifo()) as buffer:
+        with buffer.writer() as writer:
+            for number, prompt in enumerate(order):
+                writer.policy_version = number % 3  # by which nothing is grouped
+                writer.append(tokens=[prompt] * number, prompt=prompt, reward=number)
+        dataset = tr.GroupDataset(buffer, by="prompt", size=2, groups=2, min_size=1)
+        batches = iter(dataset)
+        given = []
+        for _ in range(2):
+            batch = next(batches)
+            values = batch["tokens"].split(batch.lengths("tokens").tolist())
+            for prompt, number, tokens in zip(batch["prompt"].tolist(), batch["reward"].tolist(), values, strict=True):
+                assert tokens.tolist() == [prompt] * int(number)
+                given.append((prompt, int(number)))
+    assert given == [(1, 1), (1, 2), (0, 0), (0, 4), (2, 3), (2, 5), (3, 6), (3, 9)]
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_groups_come_whole_in_the_order_in_which_they_became_so(seed):
     rng = random.Random(seed)

@@ -79,6 +79,7 @@ class GroupIterator(QueueIterator):
             if told[0] == "wait":
                 self._jam.check(n, self._loop)
             return told
+        self._is_end = False  # writers may have come since
         counts.given += len(sizes)
         counts.incomplete += int((sizes < groups.size).sum())
         batch[GROUP] = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), sizes)

@@ -87,8 +87,8 @@ class PrefetchIterator:
                 self._staging.require_own_process()
             self._end_last()
             batch = self._next_batch()
-            while self._max_age is not None and int(batch["age"].max()) > self._max_age:
-                self._put_back(batch["key"])  # an item has become too old since it was drawn ahead
+            while self._max_age is not None and int(batch["age"][: (n := self._items_of(batch))].max()) > self._max_age:
+                self._put_back(batch["key"][:n])  # an item has become too old since it was drawn ahead
                 batch = self._next_batch()
         except RuntimeError:
             if self._source.ended:  # another thread has closed it, since
@@ -108,6 +108,10 @@ class PrefetchIterator:
         waiting, self._waiting = self._waiting, Wait
         again = self._next_again() if self._again else None
         return self._next_drawn(waiting) if again is None else again
+
+    def _items_of(self, batch: ReplayBatch) -> int:
+        room = None if self._staging is None else self._staging.room_of(batch)
+        return len(batch["key"]) if room is None else int(room.drawn[0])
 
     def _put_back(self, keys: torch.Tensor) -> None:
         """Has the items of a batch that is not handed out drawn again, as far as they can be."""

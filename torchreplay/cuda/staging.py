@@ -133,6 +133,10 @@ class Staging:
         """Where the values of any length of that batch are drawn into, as well; None: it has none."""
         return self._ordered[-1].room
 
+    def room_of(self, batch: ReplayBatch) -> Room | None:
+        """Returns where the values of any length of a drawn batch are; None: it has none, or lies in other memory."""
+        return next((slot.room for slot in self._ordered if slot.batch is batch), None)
+
     def copy_ahead(self, drawn: int) -> None:
         """Starts the copy of the next batch, unless that is not drawn.
 
@@ -159,6 +163,8 @@ class Staging:
             moved = batch_of(self._packing.tensors(slot.copies[0].take()), batch["key"].clone())
         else:
             moved = self._with_values(slot, slot.room)
+        if "age" in moved:  # it may have grown since the copy began
+            moved["age"] = batch["age"][: len(moved["key"])].clone().to(self._copies.device, non_blocking=True)
         moved.source = batch.source
         return moved
 

@@ -412,6 +412,8 @@ def _priorities(findings: Findings) -> Iterator[Advice]:
 
 def _small_pages(findings: Findings) -> Iterator[Advice]:
     buffer, rows = findings.buffer, findings.buffer.fill(findings.now)
+    if findings.now.queue is not None or any(_short_of_bytes(findings)):
+        return
     if buffer.ragged_bytes and findings.now.ragged_fill > USED_UP and rows < USED_UP * buffer.capacity:
         yield Advice(
             "values",

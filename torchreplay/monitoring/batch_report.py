@@ -14,6 +14,7 @@ from torchreplay.buffer.base import Replay
 from torchreplay.buffer.episodes import episode_starts
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.schema.batch import keys_of, ragged_bounds
+from torchreplay.schema.samplers import Fifo
 from torchreplay.schema.views import Rows
 from torchreplay.validation import checked_instance
 
@@ -210,7 +211,8 @@ def _remarks(report: BatchReport, buffer: Replay | None) -> Iterable[str]:
             f"late. Lower prefetch, or enlarge the buffer"
         )
     held = buffer.stats() if isinstance(buffer, ReplayBuffer) else None
-    if held is not None and held.ragged_fill > USED_UP and held.size < USED_UP * held.capacity:
+    waits = isinstance(buffer, ReplayBuffer) and isinstance(buffer.sampler, Fifo)  # its ring is full when all is well
+    if held is not None and not waits and held.ragged_fill > USED_UP and held.size < USED_UP * held.capacity:
         yield (
             f"values take all of ragged_bytes, {held.ragged_bytes:,}, with {held.size:,} of {held.capacity:,} rows: "
             f"raise ragged_bytes to hold more rows, or lower the capacity"
