@@ -27,9 +27,9 @@ struct BatchPointers {
   int64_t* keys = nullptr;
   float* weight = nullptr;
   float* probability = nullptr;
-  int64_t* age = nullptr;         // where rows have a policy version
   uint64_t bytes = 0;             // of all values together
   RaggedBatch* ragged = nullptr;  // where the values of any length go; nullptr: nobody wants them
+  int64_t* age = nullptr;         // where rows have a policy version
 };
 
 // Items that are single rows.

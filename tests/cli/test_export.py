@@ -54,6 +54,7 @@ def test_a_ragged_field_has_an_array_of_values_and_one_of_offsets(form, tmp_path
         "reward": tr.Field(),
     }
     lengths = np.random.default_rng(0).integers(0, 40, (60, 2)).tolist()
+    lengths[-2:] = [0, 7], [7, 0]
     rows = [
         ([key * 3 + i for i in range(n)], [[i % 2, i % 3 == 0] for i in range(n)], [float(key + i) for i in range(m)])
         for key, (n, m) in enumerate(lengths)

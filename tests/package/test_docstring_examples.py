@@ -37,13 +37,16 @@ WITHOUT = {
 
 
 def members(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yields the public methods of a class, those inherited from another of ours too, and properties.
+    """Yields the public methods of a class, and properties; also those inherited from another of ours, if that is not
+    public: one that is shows its own.
 
     Properties of one line are left out: that line says all there is, and they are read by their name.
     """
     for name, value in inspect.getmembers_static(kind):
         owner = next(base for base in kind.__mro__ if name in vars(base))
         if name.startswith("_") or not owner.__module__.startswith("torchreplay"):
+            continue
+        if owner is not kind and owner.__name__ in tr.__all__:
             continue
         called = isinstance(value, classmethod | staticmethod) or inspect.isroutine(value)
         if called or (isinstance(value, property) and "\n" in (inspect.getdoc(value) or "")):

@@ -159,7 +159,7 @@ def test_a_missing_directory_of_rows_is_damage(tmp_path):
 
 def describe_rows_without_memory(refused):
     fields = [(("observation", f"camera {i}"), 0, (2,)) for i in range(3)]
-    view = *tr.Rows().native(), 0, 0
+    view = *tr.Rows().native(), 0, 0, 0
     for n in range(200):
         _testcapi.set_nomemory(n, n + 1)  # the n-th request fails
         try:

@@ -24,7 +24,7 @@ class Full(Exception):
 class Collecting(tr.Writer):
     """Does not wait."""
 
-    def _look(self, stalled, waited):
+    def _look(self, stalled, waited, pages=False):
         raise Full
 
 
@@ -158,7 +158,7 @@ class Sending(tr.Writer):
         source = send_buffer.source
         self.ingest = IngestWriter(buffer, self.log.entry(source.writer, source.num_envs, source.rows, True))
 
-    def _look(self, stalled, waited):
+    def _look(self, stalled, waited, pages=False):
         assert not stalled
         self.times += 1
         self.send_buffer.wanted = self._wanted_bytes()
@@ -261,7 +261,7 @@ def test_a_writer_of_long_values_of_whom_nothing_is_acknowledged_is_stopped_by_t
 
 def test_a_buffer_of_many_bytes_takes_little_memory_where_its_rows_come_from(small):
     class There(tr.Writer):
-        def _look(self, stalled, waited):
+        def _look(self, stalled, waited, pages=False):
             send_buffer.cut(everything=False)
             for number in [chunk.number for chunk in send_buffer.window.chunks]:
                 send_buffer.acknowledge(number)

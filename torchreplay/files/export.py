@@ -96,8 +96,9 @@ class Columns:
     def _values_of(self, name: str, at: Positions) -> torch.Tensor:
         """Returns the values of a ragged field, one after the other."""
         dtype, (_, *shape) = self.kinds[name + VALUES]
-        parts = [value.reshape(-1).view(torch.uint8) for value in self._rows.read_ragged(name, at)]
-        return torch.cat(parts).view(dtype).view(-1, *shape)
+        values = self._rows.read_ragged(name, at)
+        parts = [value.reshape(-1).view(torch.uint8) for value in values if value.numel()]
+        return torch.cat([torch.empty(0, dtype=torch.uint8), *parts]).view(dtype).view(-1, *shape)
 
     def _values(self, name: str, at: Positions) -> torch.Tensor:
         if name == "row.key":

@@ -95,7 +95,8 @@ class ReplayBatch(dict[str, Any]):
 
         Returns:
             int32 `[B + 1]`, as flash-attention takes it for `cu_seqlens`, on the device of the values. Under
-            `Sequences` `[B * T + 1]`, a value for each step. Fields that are `like` each other have one tensor.
+            `Sequences` `[B * T + 1]`, a value for each step, of which an observation has one more. Fields that are
+            `like` each other have one tensor.
 
         Raises:
             KeyError: The batch has no ragged field of that name.
@@ -113,7 +114,8 @@ class ReplayBatch(dict[str, Any]):
             name: As for `offsets`.
 
         Returns:
-            int64 `[B]`, always on the CPU. Under `Sequences` `[B, T]`; steps beyond an episode's end have 0.
+            int64 `[B]`, always on the CPU. Under `Sequences` `[B, T]`, of observations `[B, T + 1]`; steps
+            beyond an episode's end have 0.
 
         Raises:
             KeyError: As `offsets`.
