@@ -251,8 +251,9 @@ bool drops_after_death_at(const char* point, uint64_t nth) {
     drop_all(*m, 0);
   });
   const bool died = child.wait() == fault::kExitStatus;
-  take_census(*m, false);
   drop_all(*m, 1);
+  Survivor survivor(*m, {2}, *journal);
+  survivor.go_on(20 * kRows);
   check_end(*m);
   return died;
 }
