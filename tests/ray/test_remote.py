@@ -338,7 +338,7 @@ def test_a_full_queue_keeps_remote_writers_waiting_and_says_whose_doing_it_is(cl
         assert text == (
             f"append() found no room within 5 s: it waits for room in the queue: the queue is full: 20 items wait to "
             f"be drawn; 30 are held: 30 by process {holder.pid}, which is stopped (continue it with `kill -CONT "
-            f"{holder.pid}`)"
+            f"{holder.pid}`); capacity: 50 rows"
         )
     buffer.stop()
 
