@@ -272,7 +272,7 @@ def test_memory_that_processes_share_is_counted_once():
 @pytest.mark.slow
 @pytest.mark.parametrize("peer", ["torchreplay", "multiprocessing.Queue"])
 def test_rollouts_reach_the_learner_whole_and_only_who_holds_them_has_memory_to_show(peer):
-    options = {"peer": peer, "rollouts": 20, "seconds": 0.01}
+    options = {"peer": peer, "rollouts": 200, "seconds": 0.01}
     figures = run_module("benchmarks.ragged_traffic", options, limit=100.0)
     holds = peer == "torchreplay"
     assert {name for name, figure in figures.items() if figure is None} == (set() if holds else {"put", "memory"})
