@@ -222,7 +222,7 @@ def has_versions(columns: Mapping[Path, Column]) -> bool:
 
 
 def length_names(columns: Mapping[Path, Column]) -> list[str]:
-    """Returns the names of the ragged fields whose lengths are kept: of those that are like each other the first one.
+    """Returns the names of the ragged fields whose lengths are kept. Of several fields of one length, it is the first.
 
     In this order the native core has the lengths of a row.
     """
