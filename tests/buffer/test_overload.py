@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import multiprocessing
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ FORK = multiprocessing.get_context("fork")
 LANES = 10
 EXPLORERS = 16
 BATCHES = 40
+ROUNDS = 5
 CAPACITY = 1_000_000
 
 
@@ -76,6 +78,16 @@ def learn_from(buffer: tr.ReplayBuffer) -> None:
     buffer.update_priorities(buffer.sample(512), torch.ones(512))
 
 
+def shares_of_a_round(buffer: tr.ReplayBuffer) -> tuple[float, float]:
+    """Rows whose TD error came too late, and rows drawn twice, of those drawn."""
+    before = buffer.stats()
+    for _ in range(BATCHES):
+        learn_from(buffer)
+    after = buffer.stats()
+    rows = BATCHES * 512
+    return (after.stale_updates - before.stale_updates) / rows, (after.redraws - before.redraws) / rows
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("view", "make", "capacity", "limiter"),
@@ -92,13 +104,10 @@ def test_a_learner_that_explorers_outrun_draws_few_rows_twice_and_feeds_back_in_
     with explorers_of(buffer, make):
         while buffer.stats().rows_written < capacity:  # the ring turns
             learn_from(buffer)
-        before = buffer.stats()
-        for _ in range(BATCHES):
-            learn_from(buffer)
-        after = buffer.stats()
-    stale = after.stale_updates - before.stale_updates
-    assert stale < 0.2 * BATCHES * 512
-    assert after.redraws - before.redraws < 0.2 * BATCHES * 512
+        rounds = [shares_of_a_round(buffer) for _ in range(ROUNDS)]
+    # Medians: nobody waits in 64 calls for a learner that the system kept from running for 20 ms.
+    assert statistics.median(stale for stale, _ in rounds) < 0.2
+    assert statistics.median(redrawn for _, redrawn in rounds) < 0.2
 
 
 def test_explorers_that_outrun_a_learner_which_died_go_on():
