@@ -46,7 +46,7 @@ class Scene:
 
     bound: Bound
     max_age: int
-    steps: int = 400
+    steps: int = 200
     generators: int = 64
     batch_size: int = 64
     load: float = 1.0

@@ -43,7 +43,6 @@ SPEC = {
     "is_answer": tr.Ragged(torch.bool, like="tokens"),
     "reward": tr.Field(),
 }
-"""What a rollout is: one row, whatever its length."""
 
 
 @dataclass
@@ -76,11 +75,11 @@ class Args:
     batch_size: int = 128
     """answers in a batch, in whole groups"""
 
-    layers: int = 5
-    """of the transformer, each 128 wide"""
+    layers: int = 2
+    """of the transformer, each 192 wide"""
     clip: float = 0.2
     """how far the ratio of the new policy to the old one may leave 1"""
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-4
     """of Adam"""
 
     def __post_init__(self) -> None:
@@ -94,7 +93,7 @@ class Args:
 class Policy(nn.Module):
     """A causal transformer: tokens `[B, T]` to logits of the next ones, `[B, T, TOKENS]`."""
 
-    def __init__(self, layers: int, width: int = 128) -> None:
+    def __init__(self, layers: int, width: int = 192) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
         self.body = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
@@ -108,9 +107,10 @@ class Policy(nn.Module):
 
 
 def reward_of(task: list[int], answer: list[int]) -> float:
-    """Returns the share of tokens that are right, those of a whole right answer being its digits and END."""
+    """Returns how much of the right answer, the sorted digits and END, the given one begins with: a share."""
     right = [*sorted(task), END]
-    return sum(given == wanted for given, wanted in zip(answer, right, strict=False)) / len(right)
+    same = [given == wanted for given, wanted in zip(answer, right, strict=False)]
+    return [*same, False].index(False) / len(right)
 
 
 def random_task(dice: random.Random) -> list[int]:
