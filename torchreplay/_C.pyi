@@ -9,6 +9,7 @@ from typing_extensions import Buffer
 
 from torchreplay.schema.batch import ReplayBatch
 
+NativeLimiter = tuple[int, float, float, float, float, int, int]  # as torchreplay.schema.limiters says
 NativeFields = list[tuple[Any, ...]]  # (path, element, shape); of ragged fields also whose length they have
 
 class Room(Protocol):  # memory for a batch, and for its values of any length; a draw says in `drawn` how many there are
@@ -42,6 +43,11 @@ class QueueState(TypedDict):
     pages_in_use: int
     page_bytes: int
     longest_run: int  # pages
+    admits: bool  # writers have to be admitted
+    may_write: int  # items that they may write, or are writing
+    may_admit: int
+    not_admitted: int  # writers that wait for more than that
+    has_other_publisher: bool  # somebody else than the calling thread publishes versions
 
 class Census(TypedDict):
     writers: int
@@ -111,7 +117,7 @@ class Segment:
         seed: int = ...,
         capacity: int = ...,
         sampler: tuple[bool, int, float, float, int, float, bool, bool, bool, int, int, int] = ...,
-        limiter: tuple[int, float, float, float, float] = ...,
+        limiter: tuple[int, float, float, float, float] | NativeLimiter = ...,
         view: tuple[int, ...] = ...,
         text: str = ...,
         boot: int = ...,
@@ -199,7 +205,7 @@ class Segment:
     def withdraw(self) -> None: ...
     def admit_writers_of(self, other: Segment, n: int, /) -> bool: ...
     def clear(self) -> None: ...
-    def set_limiter(self, limiter: tuple[int, float, float, float, float], /) -> None: ...
+    def set_limiter(self, limiter: NativeLimiter, /) -> None: ...
     def raise_largest(self, priority: float, /) -> None: ...
     def stop(self) -> None: ...
     def mark_shared(self) -> None: ...
@@ -256,7 +262,7 @@ class Segment:
     @property
     def rewrites(self) -> int: ...
     @property
-    def limiter(self) -> tuple[int, float, float]: ...
+    def limiter(self) -> tuple[int, float, float, int, int]: ...
     step: int
     stream: int
     policy_version: int
@@ -427,6 +433,10 @@ class Writer:
     def _close(self) -> None: ...
     def _depart(self) -> None: ...
     @property
+    def _begun_items(self) -> int: ...
+    def _admit(self, n: int, timeout: float | None, /) -> None: ...
+    def _end_admission(self, n: int, /) -> None: ...
+    @property
     def closed(self) -> bool: ...
     @property
     def _completed(self) -> int: ...
@@ -443,7 +453,7 @@ class Import:
     def finish(
         self,
         counts: tuple[int | float, ...],
-        limiter: tuple[int, float, float, float, float],
+        limiter: NativeLimiter,
         seed: int,
         stream: int,
         step: int,

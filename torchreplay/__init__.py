@@ -32,7 +32,7 @@ from torchreplay.errors import (
 )
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.hindsight import Hindsight
-from torchreplay.schema.limiters import MinSize, SamplesPerInsert
+from torchreplay.schema.limiters import Admission, MinSize, SamplesPerInsert
 from torchreplay.schema.samplers import Fifo, LinearSchedule, Prioritized, Uniform
 from torchreplay.schema.sequence_priority import sequence_priority
 from torchreplay.schema.spaces import spec_from_env, spec_from_space
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Admission",
     "AttachError",
     "BatchReport",
     "CheckReport",

@@ -24,6 +24,7 @@ from benchmarks.cases.rewrite import measure_rewrite
 from benchmarks.cases.rows import measure_rows
 from benchmarks.cases.sac import measure_sac
 from benchmarks.cases.shards import measure_shards
+from benchmarks.cases.staleness_sim import measure_staleness_sim
 from benchmarks.cases.trajectories import measure_trajectories
 from benchmarks.cases.tree import measure_tree
 from benchmarks.cases.upkeep import measure_upkeep
@@ -60,5 +61,5 @@ CASES: Mapping[str, Case] = {
 }
 """The cases by their names on the command line, which are also the sections of their lines."""
 
-LONG_CASES: Mapping[str, Case] = {"sac": measure_sac}
+LONG_CASES: Mapping[str, Case] = {"sac": measure_sac, "staleness_sim": measure_staleness_sim}
 """Cases that take so long that they are measured only when they are named."""

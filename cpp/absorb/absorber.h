@@ -232,6 +232,7 @@ class Absorber {
   // the new one. If it is found half done, it can be done again.
   template <bool kMore = true>
   void evict(uint64_t slot, uint64_t& at) {
+    if (kMore && is_queue_) claims_.let_row_go(slot, at);
     retire<kMore>(slot);
     TORCHREPLAY_FAULT("evict.leaf");
     if (linked_) {

@@ -83,7 +83,34 @@ class Claims {
   void close_stream(uint64_t slot) { words_[slot] = of(slot).closing().word; }
 
   // The item anchored there lacks a row from now on: who holds it may go on, and nobody gets it again.
-  void end_item(uint64_t slot) { words_[slot] = of(slot).with_draws(Claim::kMostDraws).word; }
+  void end_item(uint64_t slot) {
+    const Claim claim = of(slot);
+    header_.handed_out -= is_handed_out(claim);
+    words_[slot] = claim.with_draws(Claim::kMostDraws).word;
+  }
+
+  // The row with that key is about to go. Its item stays counted, if somebody holds it or is done with it.
+  void let_row_go(uint64_t slot, uint64_t key1) {
+    if (!is_handed_out(of(slot))) return;
+    header_.gone_with_it = header_.handed_out_gone + 1;
+    kill_fence();
+    header_.going_key1 = key1;
+    TORCHREPLAY_FAULT("claims.going");
+    finish_going();
+  }
+
+  // Whoever died while a row was going left it counted once: with those that are there, or with those that have gone.
+  void finish_going() {
+    const uint64_t key1 = header_.going_key1;
+    if (!key1) return;
+    header_.handed_out_gone = header_.gone_with_it;
+    TORCHREPLAY_FAULT("claims.gone");
+    const uint64_t slot = memory_.slot_of(key1 - 1);
+    if (memory_.at(slot) == key1) end_item(slot);
+    TORCHREPLAY_FAULT("claims.gone_and_ended");
+    kill_fence();
+    header_.going_key1 = 0;
+  }
 
   // The row is gone.
   void end_row(uint64_t slot) {
@@ -105,6 +132,7 @@ class Claims {
     }
     own.items += static_cast<uint64_t>(n);
     header_.held += static_cast<uint64_t>(n);
+    header_.handed_out += static_cast<uint64_t>(n);
     was_.resize(static_cast<size_t>(n));
     std::transform(slots, slots + n, was_.begin(), [&](int64_t slot) { return tree_.leaf(slot); });
     now_.assign(static_cast<size_t>(n), 0);
@@ -211,10 +239,11 @@ class Claims {
   // O(capacity).
   void restore() {
     for (uint32_t i = 0; i < std::min<uint32_t>(header_.holders, kMaxParticipants); i++) holders_[i].items = 0;
-    header_.held = 0;
+    header_.held = header_.handed_out = 0;
     for (uint64_t slot = 0; slot < memory_.capacity(); slot++) {
       if (!memory_.at(slot)) words_[slot] = 0;
       const Claim claim = of(slot);
+      header_.handed_out += is_handed_out(claim);
       if (claim.holder()) {
         entry_of(claim.holder()).items++;
         header_.held++;
@@ -237,10 +266,16 @@ class Claims {
       }
       words_[slot] = claim.free().word;
     }
-    header_.held = header_.holders = 0;
+    header_.held = header_.holders = 0;  // the rest is counted anew after that
   }
 
  private:
+  // Whether somebody has its item, or has had it as often as anybody may.
+  bool is_handed_out(Claim claim) const {
+    if (claim.draws() == Claim::kMostDraws) return false;
+    return claim.holder() != 0 || claim.draws() >= header_.sampler.max_draws;
+  }
+
   static ItemHolder* holders_of(SegmentMemory& m) { return reinterpret_cast<ItemHolder*>(m.holders()); }
 
   bool may_come_again(uint64_t slot, uint64_t draws) const {
@@ -298,7 +333,9 @@ class Claims {
         TORCHREPLAY_FAULT("claims.back");
       }
       kill_fence();
-      words_[slot] = claim.with_draws(draws).free().word;
+      const Claim after = claim.with_draws(draws).free();
+      words_[slot] = after.word;
+      header_.handed_out -= is_handed_out(claim) && !is_handed_out(after);
       TORCHREPLAY_FAULT("claims.let_go");
     }
     if (n) {

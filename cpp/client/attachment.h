@@ -231,6 +231,9 @@ class Attachment {
     change([&](SegmentLock& lock) {
       lock.absorb();
       next.cleared = memory_->header().limiter().cleared;
+      if ((next.batch_size != 0) != Admission::is_kept(memory_->header()))
+        throw std::invalid_argument("whether writers are admitted is decided when the buffer is made");
+      memory_->header().admission_begun = 0;  // what counted for another one says nothing about this one
       change_limiter(memory_->header(), next);
       publish_limit(*memory_);
     });
@@ -249,15 +252,27 @@ class Attachment {
                                     " is at " + std::to_string(before) +
                                     ": it only grows, or rows of other weights would have the same version; go on "
                                     "counting, such as by SharedWeights(module, version=buffer.policy_version)");
-    } while (!now.compare_exchange_weak(before, version, std::memory_order_acq_rel));
+    } while (!now.compare_exchange_weak(before, version, std::memory_order_seq_cst));
+    note_publisher();
   }
 
   // The same, unless it is further by now.
   void raise_policy_version(int64_t version) {
     std::atomic<int64_t>& now = memory_->header().policy_version;
     int64_t before = now.load(std::memory_order_relaxed);
-    while (before < version && !now.compare_exchange_weak(before, version, std::memory_order_acq_rel)) {
+    while (before < version && !now.compare_exchange_weak(before, version, std::memory_order_seq_cst)) {
     }
+    wake_writers(memory_->header());
+  }
+
+  // Whether somebody else than the calling thread has set the learner's version last, and may set it again.
+  bool has_other_publisher() const {
+    const uint64_t last = memory_->header().publisher.load(std::memory_order_relaxed);
+    const auto presence = static_cast<uint32_t>(last >> 32), thread = static_cast<uint32_t>(last);
+    if (last == 0 || !memory_->liveness().present(presence)) return false;
+    if (presence != memory_->presence()) return true;
+    const char state = process_state(static_cast<int>(thread));
+    return thread != static_cast<uint32_t>(gettid()) && state != kEnded && state != 'Z';
   }
 
   LimiterConfig limiter() {
@@ -323,6 +338,14 @@ class Attachment {
 
  private:
   enum class Scope { kThread, kProcess };
+
+  // Where writers have to be admitted they wait for that.
+  void note_publisher() {
+    Header& h = memory_->header();
+    if (!Admission::is_kept(h)) return;
+    h.publisher.store(uint64_t{memory_->presence()} << 32 | static_cast<uint32_t>(gettid()), std::memory_order_relaxed);
+    wake_writers(h);
+  }
 
   template <class End>
   uint64_t end_holding(const End& end, const Patience& patience = {}) {

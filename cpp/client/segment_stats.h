@@ -32,6 +32,7 @@ struct SegmentStats {
   uint64_t held_items, dropped_items;
   double oldest_age;  // of a queue: seconds since the oldest item came; -1: there is none
   uint64_t expired_items;
+  uint64_t admitted_items, admission_limit, open_admissions;  // 0 where items need not be admitted
   // Beside it.
   int64_t policy_version;  // the learner's
   double age_mean;         // of the items drawn: versions that they were behind it
@@ -82,6 +83,10 @@ struct SegmentStats {
     priority_total = are_alike ? static_cast<double>(drawable) : static_cast<double>(tree.total()) * tree.unit();
     smallest_leaf = drawable ? tree.min() : 0.0;
     held_items = h.held, dropped_items = h.dropped_items, expired_items = h.expired_items;
+    if (Admission::is_kept(h)) {
+      const Admission admission(m);
+      admitted_items = admission.count(), admission_limit = admission.limit(), open_admissions = admission.open();
+    }
     ragged_bytes = m.layout().pages.count * m.layout().pages.bytes;
     if (m.has_pages()) {
       const uint64_t head = h.page_head.load(std::memory_order_acquire);

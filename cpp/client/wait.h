@@ -33,6 +33,7 @@ enum class Blocked {
   kStalled,       // a whole turn of slots is held by stopped writers
   kPagesLimited,  // the learner has to be done with items first, whose values have the pages
   kPagesStalled,  // stopped writers have pages between which no run fits
+  kNotAdmitted,   // as many items are begun as the learner comes to draw in time
 };
 
 // A writer's reasons to give up. A binding implements them. All is called under its lock, and throws to give up.

@@ -94,8 +94,11 @@ class Writer {
   void write(uint64_t n, Rows& rows, int64_t* keys, Fill& fill, Wait& wait, uint64_t run_bytes = 0) {
     const Header& h = memory().header();
     RingWriter ring(memory(), member_.id(), true);
+    const bool has_to_be_admitted = Admission::is_kept(h);
+    if (has_to_be_admitted) require_admitted(n);
     pages_wanted_ = 0;
     for (uint64_t written = 0;;) {
+      const uint64_t before = written;
       Append outcome = Append::kLimited;
       if (!h.stopped.load(std::memory_order_acquire)) {
         if (row_bytes_ * (n - written) + run_bytes > kUnlockedBytes) {
@@ -105,6 +108,7 @@ class Writer {
           outcome = ring.append(n, rows, keys, written, fill);
         }
       }
+      if (has_to_be_admitted) note_written(memory().participant(member_.id()), written - before);
       switch (outcome) {
         case Append::kDone:
           return look_around(wait);
@@ -161,6 +165,40 @@ class Writer {
   }
   void truncate(const std::vector<int64_t>& keys, size_t field) { attachment_->truncate(keys, field); }
 
+  // Where items have to be admitted: waits until `n` more are, in a call. They count until end_admission(n), or until
+  // their rows do.
+  void admit(uint32_t n, Wait& wait) {
+    if (!Admission::is_kept(memory().header()))
+      throw std::invalid_argument("admit() is for buffers with limiter=tr.Admission(...), and this one has another");
+    const int64_t start = monotonic_ns();
+    for (int64_t waited = 0; attachment_->stopped() || !try_to_admit(n); waited = monotonic_ns() - start) {
+      wait.look(Blocked::kNotAdmitted, waited);
+      refuse_forked();
+      {
+        const Unlocked others;
+        wait_to_be_admitted(n);
+      }
+      refuse_forked();
+      if (waited) reclaim_dead(memory());
+    }
+    begun_ += n;
+  }
+
+  // Of items that were admitted, what is not written is given back, unless others were admitted meanwhile.
+  void end_admission(uint32_t n) {
+    const int id = closed_ ? 0 : member_.held();
+    begun_ -= std::min(begun_, n);
+    if (!id) return;
+    Participant& entry = memory().participant(id);
+    if (entry.admitted.load(std::memory_order_relaxed) <= begun_) return;
+    entry.admitted.store(begun_, std::memory_order_release);
+    TORCHREPLAY_FAULT("admit.given_back");
+    wake_writers(memory().header());
+  }
+
+  // Items of admissions that have not ended.
+  uint32_t begun_items() const { return begun_; }
+
   // Gives back what a large call took.
   void trim(size_t most) {
     if (keys_.capacity() > most) std::vector<int64_t>().swap(keys_);
@@ -189,7 +227,10 @@ class Writer {
     try {
       // Not for long: a writer depends on nobody who may have been stopped.
       attachment_->settle_own({.deadline = monotonic_ns() + kSettleNs});
-      if (member_.act()) lanes_.forget();
+      if (member_.act()) {
+        lanes_.forget();
+        begun_ = 0;
+      }
     } catch (...) {
       used_in_ = 0;
       throw;
@@ -252,6 +293,61 @@ class Writer {
     }
   }
 
+  void require_admitted(uint64_t n) {
+    const uint64_t may = memory().participant(member_.id()).admitted.load(std::memory_order_relaxed);
+    if (may < n)
+      throw std::runtime_error("writing " + std::to_string(n) + (n == 1 ? " row" : " rows") + " to " +
+                               memory().called() + ", of which " + std::to_string(may) +
+                               (may == 1 ? " is" : " are") +
+                               " admitted: begin what the buffer is to take in `with writer.admit():`, or in `with "
+                               "writer.admit(n):` for n rows, and write it there");
+  }
+
+  // Whether `n` items more are admitted. The learner that holds the lock may be stopped: this wait has its own ends.
+  bool try_to_admit(uint32_t n) {
+    Participant& entry = memory().participant(member_.id());
+    const Unlocked others;
+    try {
+      SegmentLock lock(memory(), {.deadline = 0});
+      Admission admission(memory());
+      if (admission.admit(entry, n)) return true;
+      lock.absorb();  // rows that were lost do not count, nor those that are too old
+      publish_limit(memory());
+      return admission.admit(entry, n);
+    } catch (const LockTimeout&) {
+      return false;
+    }
+  }
+
+  // Sleeps for a slice, unless somebody wakes the writers after the last look.
+  void wait_to_be_admitted(uint32_t n) {
+    Header& h = memory().header();
+    Participant& entry = memory().participant(member_.id());
+    const int64_t start = monotonic_ns();
+    struct Waiting {
+      ~Waiting() { entry.waiting.store(0, std::memory_order_relaxed); }
+      Participant& entry;
+    } const waiting{entry};
+    entry.waiting.store(n + 1, std::memory_order_relaxed);
+    TORCHREPLAY_FAULT("admit.waiting");
+    h.room_waiters.store(1, std::memory_order_seq_cst);  // before the last look: see wake_writers()
+    const uint32_t seen = h.room_signal.load(std::memory_order_acquire);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (!is_room_for(n)) futex_wait(h.room_signal, seen, kSliceNs);
+    TORCHREPLAY_FAULT("admit.awake");
+    h.insert_wait.add(monotonic_ns() - start, machine_ns());
+  }
+
+  bool is_room_for(uint32_t n) {
+    try {
+      SegmentLock lock(memory(), {.deadline = 0});
+      lock.absorb();
+      return Admission(memory()).room() >= n && !memory().header().importer;
+    } catch (const LockTimeout&) {
+      return false;
+    }
+  }
+
   // Lets the limiter see what came: rows that are no items yet, and rows lost to the dead, make room for others. The
   // learner that holds the lock may be stopped: this wait has its own ends.
   void catch_up() {
@@ -287,6 +383,7 @@ class Writer {
   uint64_t owner_ = 0;    // the thread that the episodes under way belong to
   uint64_t used_in_ = 0;  // the fork generation, plus one, of the call in progress
   bool closed_ = false;
+  uint32_t begun_ = 0;         // items of admissions that have not ended
   uint64_t rows_before_ = 0;   // under places that it has given up
   int64_t looked_around_ = 0;  // when, by the clock of last_write
   int64_t stalled_since_ = 0, last_stall_ = 0, looked_at_ = 0;

@@ -260,6 +260,23 @@ inline PyObject* extend(PyObject* self, PyObject* const* args, Py_ssize_t nargs,
   });
 }
 
+// _admit(n, timeout): waits until n more items are admitted.
+inline PyObject* admit(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
+  return method<WriterObject>(self, [&](WriterObject& s) {
+    expect_args("_admit", nargs, 2);
+    const auto n = static_cast<uint32_t>(as_uint(args[0]));
+    const WriterUse use(self, s);
+    AdmissionWait wait(self, n, args[1]);
+    s.session.admit(n, wait);
+  });
+}
+
+// _end_admission(n): what is not written of so many is given back.
+inline PyObject* end_admission(PyObject* self, PyObject* n) {
+  return method<WriterObject>(
+      self, [&](WriterObject& s) { s.session.end_admission(static_cast<uint32_t>(as_uint(n))); });
+}
+
 using Object = WriterObject;
 inline constexpr int kKeywords = METH_FASTCALL | METH_KEYWORDS;
 inline PyMethodDef methods[] = {
@@ -269,6 +286,8 @@ inline PyMethodDef methods[] = {
     {"step", fast(step), kKeywords, kStepDoc},
     {"_end_episode", end_episode, METH_O, nullptr},
     {"_truncate", truncate_rows, METH_O, nullptr},
+    {"_admit", fast(admit), METH_FASTCALL, nullptr},
+    {"_end_admission", end_admission, METH_O, nullptr},
     {"_relay", relay, METH_VARARGS, nullptr},
     // _admitted() -> bool: the limiter would let an append through now.
     {"_admitted", plain_method<Object, [](Object& s) { return s.session.require_open(), s.session.admitted(); }>,
@@ -298,6 +317,7 @@ inline PyGetSetDef getset[] = {
      nullptr},
     {"rows", attribute<Object, [](Object& s) { return s.session.rows(); }>, nullptr, "Rows this writer has written.",
      nullptr},
+    {"_begun_items", attribute<Object, [](Object& s) { return s.session.begun_items(); }>, nullptr, nullptr, nullptr},
     {"_completed", attribute<Object, [](Object& s) { return s.session.completed(); }>, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},

@@ -5,19 +5,24 @@
 
 namespace torchreplay::py::segment {
 
-// From (min_size, ratio, min_diff, max_diff, tolerance or 0).
+// From (min_size, ratio, min_diff, max_diff, tolerance or 0[, batch_size, max_age]): the last two of an admission.
 inline LimiterConfig parse_limiter(PyObject* tuple) {
   LimiterConfig c;
-  unsigned long long min_size;
-  if (!PyArg_ParseTuple(tuple, "Kdddd", &min_size, &c.ratio, &c.min_diff, &c.max_diff, &c.tolerance))
+  unsigned long long min_size, batch_size = 0, max_age = 0;
+  if (!PyArg_ParseTuple(tuple, "Kdddd|KK", &min_size, &c.ratio, &c.min_diff, &c.max_diff, &c.tolerance, &batch_size,
+                        &max_age))
     throw PythonError{};
   c.min_size = min_size;
+  c.batch_size = batch_size;
+  c.max_age = max_age;
   return c;
 }
 
-// (min_size, ratio, tolerance or 0).
+// (min_size, ratio, tolerance or 0, batch_size or 0, max_age).
 inline PyObject* told(const LimiterConfig& c) {
-  return checked(Py_BuildValue("Kdd", static_cast<unsigned long long>(c.min_size), c.ratio, c.tolerance));
+  return checked(Py_BuildValue("KddKK", static_cast<unsigned long long>(c.min_size), c.ratio, c.tolerance,
+                               static_cast<unsigned long long>(c.batch_size),
+                               static_cast<unsigned long long>(c.max_age)));
 }
 
 // column(i) -> tensor [capacity, *shape] over the segment itself; -1: leaves, float32 [capacity]; -2: key + 1 of each

@@ -76,6 +76,9 @@ inline PyObject* stats(PyObject* self, PyObject*) {
     d.put<"age_mean">(s.age_mean);
     d.put<"age_max">(s.age_max);
     d.put<"expired_items">(s.expired_items);
+    d.put<"admitted_items">(s.admitted_items);
+    d.put<"admission_limit">(s.admission_limit);
+    d.put<"open_admissions">(s.open_admissions);
     d.put<"priority_change">(ratio(s.priority_change, s.updated));
     d.put<"priority_total">(s.priority_total);
     d.put<"smallest_leaf">(s.smallest_leaf);

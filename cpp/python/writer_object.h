@@ -74,6 +74,23 @@ class PythonWait : public Wait {
   PyObject* writer_;
 };
 
+// The same of a wait to be admitted.
+class AdmissionWait : public Wait {
+ public:
+  AdmissionWait(PyObject* writer, uint32_t n, PyObject* timeout) : writer_(writer), n_(n), timeout_(timeout) {}
+
+  void look(Blocked, int64_t waited_ns) override {
+    const Ref r(checked(PyObject_CallMethod(writer_, "_look_before_admission", "IOd", n_, timeout_,
+                                            static_cast<double>(waited_ns) * 1e-9)));
+  }
+  void look_around() override {}
+
+ private:
+  PyObject* writer_;
+  uint32_t n_;
+  PyObject* timeout_;
+};
+
 struct WriterObject {
   WriterObject(const std::shared_ptr<AttachedSegment>& a, StreamRoles r, const Pages& p)
       : attached(a),

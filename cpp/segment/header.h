@@ -49,7 +49,7 @@ struct SamplerConfig {
 };
 
 // Reverb's rate limiter: at least min_size items, and min_diff <= inserted * ratio - sampled <= max_diff, where what
-// came before the limiter was set does not count.
+// came before the limiter was set does not count. Or an admission, with a batch_size.
 struct LimiterConfig {
   uint64_t min_size = 1;
   double ratio = 0;  // samples per insert; 0: no ratio is kept
@@ -59,6 +59,9 @@ struct LimiterConfig {
   uint64_t inserted_before = 0;
   uint64_t sampled_before = 0;
   uint64_t cleared = 0;  // items inserted before the last clear(): they count for nothing
+  // Of an admission: items of a batch, and versions that one may be behind the learner's when it is drawn.
+  uint64_t batch_size = 0;  // 0: it is none
+  uint64_t max_age = 0;
 };
 
 // What a segment has counted.
@@ -207,6 +210,18 @@ struct Header {
   int64_t oldest_version;  // no item that can be drawn is below
   uint64_t expired_items;  // that were too old
 
+  // Of a queue: items that somebody holds or is done with, of the rows that are there, and of those that have gone.
+  uint64_t handed_out, handed_out_gone;
+  // The row of one is going: key + 1 (0: none is), and handed_out_gone when it has.
+  uint64_t going_key1, gone_with_it;
+  // Of an admission. Since when it counts: the learner's version, and items that were done by then.
+  int64_t admission_base;
+  uint64_t done_before;
+  uint32_t admission_begun;  // 0: it begins with the next item that is admitted
+
+  // Who set the learner's version last: presence << 32 | thread id; 0: nobody has.
+  std::atomic<uint64_t> publisher;
+
   const LimiterConfig& limiter() const { return limiters[limiter_index & 1]; }
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
@@ -236,13 +251,16 @@ enum class Role : uint32_t { kNone = 0, kWriter = 1, kLearner = 2, kSupervisor =
 // One line of the table. The byte lock of the same index says whether the process is alive, not this.
 struct Participant {
   std::atomic<uint64_t> first;  // tickets in flight: [first, first + count)
-  std::atomic<uint32_t> count;
-  std::atomic<uint32_t> role;
+  std::atomic<uint16_t> count;
+  std::atomic<uint16_t> role;
+  std::atomic<uint32_t> admitted;   // items that it may write: admitted, and neither written nor given back
   std::atomic<uint64_t> rows;       // rows written; of a learner: items that it got
   std::atomic<int64_t> last_write;  // machine_ns(); 0: never
   std::atomic<uint64_t> thread;     // pthread_self() of the last user
   std::atomic<int32_t> pid;
-  std::atomic<uint32_t> waiting;   // not 0 while it waits for the limiter or for room; of a learner: for items
+  // Not 0 while it waits for the limiter or for room, one more than it wants where it waits to be admitted; of a
+  // learner: for items.
+  std::atomic<uint32_t> waiting;
   std::atomic<int64_t> last_draw;  // machine_ns() when a learner got its last batch; 0: never
   std::atomic<uint64_t> since;     // tickets below were never this holder's
 };

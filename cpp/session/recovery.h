@@ -32,7 +32,10 @@ class Recovery {
     TORCHREPLAY_FAULT("recover.begun");
     RowRewriter(memory_).finish();
     TORCHREPLAY_FAULT("recover.rewritten");
-    if (is_queue()) places_.repair(header_.head.load(std::memory_order_acquire));
+    if (is_queue()) {
+      claims_.finish_going();
+      places_.repair(header_.head.load(std::memory_order_acquire));
+    }
     if (header_.dirty == Dirty::kSlots) {
       pending_.recount();
       tree_.rebuild_largest();
@@ -121,6 +124,7 @@ class Recovery {
     run(&c.grid);
     header_.inserted = std::max(c.inserted + items_of_others(), static_cast<uint64_t>(tree_.count()));
     header_.completed_at = header_.absorbed;
+    header_.admission_begun = 0;
     LimiterConfig& limiter = header_.limiters[header_.limiter_index & 1];
     limiter.cleared = std::min(c.cleared, header_.inserted);
     if (header_.import_keeps_limiter) {

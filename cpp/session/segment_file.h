@@ -53,7 +53,8 @@ class Examination {
     for (const LimiterConfig& limiter : header_.limiters)
       require_intact(limiter.ratio >= 0 && limiter.min_diff <= limiter.max_diff &&
                          std::max({limiter.min_size, limiter.inserted_before, limiter.sampled_before,
-                                   limiter.cleared}) <= kMaxCount,
+                                   limiter.cleared}) <= kMaxCount &&
+                         limiter.batch_size <= kMaxCount && limiter.max_age <= kMaxCount,
                      "limiter");
     const bool untouched = header_.rows == 0 && header_.inserted == 0;
     require_intact(!header_.importer || untouched || header_.import_stage == ImportStage::kPlaced, "import");
@@ -205,6 +206,8 @@ inline void forget_processes(SegmentMemory& m) {
   h.last_departure = h.last_census = h.last_write = 0;
   h.demand = 0;
   h.pages_wanted = 0;
+  h.admission_begun = 0;
+  h.publisher = 0;
   if (h.importer) h.importer = kGone;
 }
 

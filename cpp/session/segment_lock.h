@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "absorb/queue_room.h"
+#include "segment/admission.h"
 #include "segment/limiter.h"
 #include "session/recovery.h"
 #include "system/fault.h"
@@ -270,6 +271,13 @@ inline uint64_t rows_of_a_turn(const SegmentMemory& m) {
   return used ? std::clamp<uint64_t>(h.rows * pages / used, 1, m.capacity()) : m.capacity();
 }
 
+// Wakes writers that wait for room, or to be admitted. What they wait for is changed before.
+inline void wake_writers(Header& h) {
+  // A writer says that it waits, and then looks.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (h.room_waiters.load(std::memory_order_relaxed) && h.room_waiters.exchange(0)) futex_signal(h.room_signal);
+}
+
 // After a change of what learners drew or hold: shows writers how far they may go, and wakes those that wait.
 // `starved`: a learner waits for items of a queue.
 inline void publish_limit(SegmentMemory& m, bool starved = false) {
@@ -290,12 +298,10 @@ inline void publish_limit(SegmentMemory& m, bool starved = false) {
     Limiter(h).publish(h.absorbed, unseen, m.tree().count());
   }
   TORCHREPLAY_FAULT("limit.published");
-  if (h.ticket_limit.load(std::memory_order_relaxed) <= before &&
-      h.page_limit.load(std::memory_order_relaxed) <= pages_before)
-    return;
-  // The limit before the look for waiting writers; a writer says that it waits, and then looks at the limit.
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (h.room_waiters.load(std::memory_order_relaxed) && h.room_waiters.exchange(0)) futex_signal(h.room_signal);
+  const bool more = h.ticket_limit.load(std::memory_order_relaxed) > before ||
+                    h.page_limit.load(std::memory_order_relaxed) > pages_before;
+  if (more || (Admission::is_kept(h) && h.room_waiters.load(std::memory_order_relaxed) && Admission(m).room()))
+    wake_writers(h);
 }
 
 // Sleeps until the limit admits more, at most `ns`. `seen`: room_signal when the caller last looked at it. `has_room()`

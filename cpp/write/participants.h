@@ -44,7 +44,7 @@ inline int join(SegmentMemory& m, Role role) {
     while (highest < static_cast<uint32_t>(id) && !ids.compare_exchange_weak(highest, static_cast<uint32_t>(id))) {
     }
     TORCHREPLAY_FAULT("join.cleared");
-    entry.role.store(static_cast<uint32_t>(role), std::memory_order_release);
+    entry.role.store(static_cast<uint16_t>(role), std::memory_order_release);
     TORCHREPLAY_FAULT("join.announced");
     return id;
   }
@@ -55,6 +55,8 @@ inline int join(SegmentMemory& m, Role role) {
 inline void leave(SegmentMemory& m, int id) {
   if (!m.liveness().holds(id)) return;  // others take its holder for dead, and may have given the id to another
   TORCHREPLAY_FAULT("leave.begun");
+  m.participant(id).admitted.store(0, std::memory_order_relaxed);  // first: nobody looks at one without a role
+  TORCHREPLAY_FAULT("leave.admitted");
   m.participant(id).role.store(0, std::memory_order_relaxed);
   TORCHREPLAY_FAULT("leave.role");
   m.header().last_departure.store(machine_ns(), std::memory_order_relaxed);

@@ -212,7 +212,7 @@ class RingWriter {
     TORCHREPLAY_FAULT("append.ticket");
     entry_.first.store(first, std::memory_order_relaxed);
     TORCHREPLAY_FAULT("append.first");
-    entry_.count.store(static_cast<uint32_t>(n), std::memory_order_relaxed);
+    entry_.count.store(static_cast<uint16_t>(n), std::memory_order_relaxed);
     TORCHREPLAY_FAULT("append.in_flight");
   }
 
@@ -293,6 +293,8 @@ inline void reclaim(SegmentMemory& memory, int id) {
     TORCHREPLAY_FAULT("reclaim.slot");
   }
   entry.count.store(0, std::memory_order_relaxed);
+  entry.admitted.store(0, std::memory_order_relaxed);
+  TORCHREPLAY_FAULT("reclaim.admitted");
   reclaim_run(memory, id);
   TORCHREPLAY_FAULT("reclaim.done");
 }

@@ -25,6 +25,7 @@ NAMES = [
     "demonstrations",
     "dqn",
     "dqn_atari",
+    "grpo",
     "her",
     "impala",
     "multi_agent",

@@ -8,6 +8,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from torchreplay.errors import ReplayTimeout, WouldBlockForever
+from torchreplay.schema.limiters import from_native
 from torchreplay.segment.process_state import is_stopped, named
 from torchreplay.segment.waits import IN_VAIN, RETURN_GRACE
 
@@ -65,6 +66,20 @@ def why_full(segment: _C.Segment, config: Config) -> str:
         _room_for_values(config, state) if state["pages_wanted"] else "",
     ]
     return "; ".join(filter(None, parts))
+
+
+def why_not_admitted(segment: _C.Segment, n: int) -> str:
+    """Returns why a writer begins no item: how many are, how far the learner is, and who holds items."""
+    state = queue_state(segment)
+    if state is None:
+        return "no item is admitted, and another process has the queue's lock"
+    limiter = from_native(*segment.limiter)
+    holders = held_by(state["holders"])
+    return (
+        f"{state['may_admit']:,} items may be admitted, and {n:,} are to be; {state['may_write']:,} are begun, "
+        f"{state['to_draw']:,} wait to be drawn, {state['held']:,} are held{holders and ': ' + holders}; the learner "
+        f"is at policy_version {segment.policy_version:,}, and the limiter is {limiter}"
+    )
 
 
 def _room_for_values(config: Config, state: QueueState) -> str:
@@ -147,6 +162,7 @@ class Jam:
         self._segment, self._config = segment, config
         self._seen: Any = None  # at the last look, and since when
         self._since = 0.0
+        self._not_admitted: tuple[Any, float] | None = None  # the same of a learner whose writers are not admitted
 
 
 class WriterJam(Jam):
@@ -221,12 +237,13 @@ class LearnerJam(Jam):
             WouldBlockForever: Nobody but the waiting learner could make room.
         """
         state = queue_state(self._segment)
+        if state is not None and state["admits"]:
+            self._check_admission(state, at_least, loop)
         if state is None or state["need"] == Need.NONE:
             self._seen = None
             return
-        mine = 0 if self._for_others else sum(items for _, items, own in state["holders"] if own)
+        mine, others = self._held(state, loop)
         single = threading.active_count() == 1
-        others = state["held"] - mine + (0 if single else self._segment.held_elsewhere(loop))
         by_writers = state["need"] in (Need.UNFINISHED, Need.UNWRITTEN)
         moves = others or (by_writers and state["waiting"] < len(state["writers"]))
         key = _progress(state)
@@ -249,6 +266,41 @@ class LearnerJam(Jam):
             f"sample() of {self._config.called} would wait for ever: the queue is full, and its writers wait for room. "
             f"{at_least:,} items are asked for, {state['to_draw']:,} can be drawn, and this process holds {mine:,} of "
             f"the {size}; {advice}, or choose {advised_size(self._config, state)}"
+        )
+
+    def _held(self, state: QueueState, loop: int) -> tuple[int, int]:
+        """Returns how many items this process holds, and how many others may soon be done with."""
+        mine = 0 if self._for_others else sum(items for _, items, own in state["holders"] if own)
+        elsewhere = 0 if threading.active_count() == 1 else self._segment.held_elsewhere(loop)
+        return mine, state["held"] - mine + elsewhere
+
+    def _check_admission(self, state: QueueState, at_least: int, loop: int) -> None:
+        """Finds that a learner waits for more items than are admitted before it publishes another version.
+
+        Who holds items may go on, and publish one; so may a thread that has published the last one. Where there is room
+        for some items, but for fewer than each writer waits for, others may still come to begin them: for seconds.
+        """
+        mine, others = self._held(state, loop)
+        there = state["to_draw"] + state["may_write"]
+        blocked = bool(state["writers"]) and state["not_admitted"] == len(state["writers"])
+        comes = there + (0 if blocked else state["may_admit"])
+        key = state["head"], state["to_draw"], state["held"], state["may_admit"], self._segment.policy_version
+        if comes >= at_least or others or state["has_other_publisher"]:
+            self._not_admitted = None
+            return
+        now = time.monotonic()
+        if self._not_admitted is None or self._not_admitted[0] != key:
+            self._not_admitted = key, now
+            return
+        since = self._not_admitted[1]
+        if now - since < (RETURN_GRACE if there + state["may_admit"] >= at_least else IN_VAIN / 4):
+            return
+        raise WouldBlockForever(
+            f"sample() of {self._config.called} would wait for ever: {at_least:,} items are asked for, "
+            f"{state['to_draw']:,} can be drawn, and {why_not_admitted(self._segment, 1)}. Writers wait until another "
+            f"version is published, and nobody publishes one but who waits here: "
+            f"{'call commit() or release() first, ' if mine else ''}ask for at most batch_size items, begin groups of "
+            f"which batch_size is a multiple, or give a larger max_age"
         )
 
     def _advice(self, mine: int) -> str:

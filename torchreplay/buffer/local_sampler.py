@@ -197,7 +197,7 @@ class LocalSampler:
 
     def _small_ring(self) -> str:
         """Returns the remark that fewer items came than were written, where the minimum makes one of it."""
-        min_size, ratio, _ = self.segment.limiter
+        min_size, ratio, *_ = self.segment.limiter
         capacity = self.config.capacity
         if ratio or min_size <= capacity:
             return ""

@@ -32,7 +32,7 @@ from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.casting import cast_values
 from torchreplay.schema.config import Config
 from torchreplay.schema.hindsight import Hindsight
-from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert, from_native
+from torchreplay.schema.limiters import LIMITERS, Admission, Limiter, MinSize, from_native
 from torchreplay.schema.samplers import MOST_VERSIONS, Fifo, Sampler, Schedule, ignores_td
 from torchreplay.schema.spec import Spec
 from torchreplay.schema.views import View
@@ -66,7 +66,8 @@ class ReplayBuffer(HeldRows, Queue, Replay):
             makes a queue of the buffer.
         view: How rows become items: `Rows()` (the default), every row one; `Transitions(...)`, `Sequences(...)` and
             `Hindsight(...)` link the rows of an episode.
-        limiter: `MinSize(n)` or `SamplesPerInsert(...)`; None: `MinSize(1)`. Can be changed later.
+        limiter: `MinSize(n)`, `SamplesPerInsert(...)` or `Admission(...)`; None: `MinSize(1)`. Can be changed
+            later.
         path: A new file to hold the buffer, readable by this user only. None: it lies in memory.
         seed: Of the draws, 0 to 2^64 - 1; the same seed and the same writes give the same batches. None: a random one.
         name: What people call it, up to 64 characters, such as `"red team"`. Every process that attaches sees it. It is
@@ -577,7 +578,12 @@ class ReplayBuffer(HeldRows, Queue, Replay):
     @limiter.setter
     def limiter(self, limiter: Limiter | None) -> None:
         default: Limiter = MinSize()
-        limiter = checked_kind("limiter", limiter, default, (MinSize, SamplesPerInsert))
+        limiter = checked_kind("limiter", limiter, default, LIMITERS)
+        if isinstance(limiter, Admission) != isinstance(self._config.limiter, Admission):
+            raise ValueError(
+                f"limiter is {limiter}, and {self._config.called} was made with {self._config.limiter}: whether its "
+                f"writers have to be admitted is decided when it is made"
+            )
         self._config.require_fits(limiter)
         self._segment.set_limiter(limiter.native())
 

@@ -66,6 +66,10 @@ class Stats:
             no field `policy_version`.
         age_max: The most that one of them was.
         expired_items: Items that became too old to be drawn, by the sampler's `max_age`.
+        admitted_items: Under `Admission`: items that writers have begun, that are in the queue, or that were drawn, since
+            the first one was admitted. Those that were given back do not count. 0 under other limiters.
+        admission_limit: Under `Admission`: how many these may be at the learner's version.
+        open_admissions: Under `Admission`: items that writers have begun, and neither written nor given back.
         priority_change: By how much an applied TD error changed its item's leaf, up or down, on average.
         samples_per_insert: sampled / inserted, not by row written; 0 before the first insert.
         priority_total: Sum of all leaves, (|td| + eps)^alpha. Under samplers that ignore priorities, the number of
@@ -118,6 +122,9 @@ class Stats:
     age_mean: float
     age_max: int
     expired_items: int
+    admitted_items: int
+    admission_limit: int
+    open_admissions: int
     priority_change: float
     samples_per_insert: float
     priority_total: float

@@ -8,23 +8,26 @@ from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
 
 from torchreplay import _C
 from torchreplay.buffer.final_observations import FinalObservations
-from torchreplay.buffer.jams import WriterJam, why_full
+from torchreplay.buffer.admitted_items import AdmittedItems
+from torchreplay.buffer.jams import WriterJam, why_full, why_not_admitted
 from torchreplay.errors import ReplayTimeout, Stopped
 from torchreplay.schema.batch_plan import Roles, names_of
 from torchreplay.schema.config import Config
-from torchreplay.schema.limiters import from_native
+from torchreplay.schema.limiters import Admission, from_native
 from torchreplay.schema.samplers import MOST_VERSIONS, Fifo
 from torchreplay.schema.spec import Path
 from torchreplay.segment.closeable import Closeable
 from torchreplay.segment.process_hooks import open_writers
 from torchreplay.segment.waits import STALL_LIMIT, Audience, Wait
-from torchreplay.validation import checked_choice, checked_int
+from torchreplay.validation import checked_choice, checked_int, checked_timeout
 
 OwnAutoreset: TypeAlias = Literal["next_step", "same_step", "disabled"]
 AUTORESETS: tuple[OwnAutoreset, ...] = get_args(OwnAutoreset)  # in the order of the native core's `Autoreset`
 Autoreset: TypeAlias = OwnAutoreset | Literal["NextStep", "SameStep", "Disabled"] | Enum
 """What a vector environment does when an episode ends, as Gymnasium's `AutoresetMode` or its value too."""
 MAX_ENVS = 1 << 20
+MOST_ADMITTED = (1 << 31) - 1
+"""By one call."""
 MORE_TOLERANCE = "give SamplesPerInsert a tolerance with room for all rows of a call, or use MinSize"
 LARGER_QUEUE = "choose a larger {}, or give Fifo when_full='drop_oldest'"
 """What to do about a wait of a writer that nobody ends."""
@@ -108,6 +111,47 @@ class Writer(_C.Writer, Closeable):
         """
         self._end_episode(mask)
 
+    def admit(self, n: int = 1, timeout: float | None = None) -> AdmittedItems:
+        """Begins items that will be drawn in time: for `with`, which waits until they are admitted.
+
+        Of a buffer with `limiter=tr.Admission(...)`. The block writes up to `n` rows, or none: what it has not written
+        when it ends is given back, and so it is when its process dies. Blocks of one writer may overlap, as those of
+        tasks in one thread do. A forked child begins its own.
+
+        Args:
+            n: Items that the block writes at most, such as the rollouts of a group. They are admitted together.
+            timeout: Seconds to wait at most; 0: not at all. None: what the writer's `timeout` says.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            ValueError: `n` is below 1, or more than are ever admitted at once; or the buffer has another limiter.
+
+        The `with` raises:
+
+            - `Stopped`: The buffer was stopped, or nobody has been there to draw for some seconds.
+            - `WouldBlockForever`: Nobody is there who could draw.
+            - `ReplayTimeout`: The timeout has passed.
+
+        Example:
+            >>> limiter = tr.Admission(batch_size=8, max_age=1)
+            >>> queue = tr.ReplayBuffer({"reward": tr.Field()}, 100, sampler=tr.Fifo(), limiter=limiter)
+            >>> generator = queue.writer()
+            >>> with generator.admit(4):  # a group of four
+            ...     for reward in (0.0, 1.0, 0.0, 1.0):
+            ...         key = generator.append(reward=reward)
+            >>> generator.close()
+        """
+        if n.__class__ is not int or n != 1:
+            n = checked_int("n", n, 1, MOST_ADMITTED)
+            limiter = from_native(*self._segment.limiter)
+            if isinstance(limiter, Admission) and n > (limiter.max_age + 1) * limiter.batch_size:
+                raise ValueError(
+                    f"n is {n}: {limiter} never admits more than {(limiter.max_age + 1) * limiter.batch_size} at once"
+                )
+        return AdmittedItems(self, n, None if timeout is None else checked_timeout(timeout))
+
     def flush(self) -> None:
         """Returns when everything written so far is in the buffer: at once, since this writer shares its memory.
 
@@ -175,6 +219,39 @@ class Writer(_C.Writer, Closeable):
                 )
             self._look_around()
         self._wait.look()
+
+    def _look_before_admission(self, n: int, timeout: float | None, waited: float) -> None:
+        """Called by the native core while items are not admitted: when a wait begins, and once a slice of it.
+
+        Args:
+            n: Items to be admitted.
+            timeout: Seconds to wait at most; None: those of the writer.
+            waited: Seconds so far, 0 at the beginning.
+
+        Raises:
+            Stopped: The buffer was stopped, or nobody has been there to draw for some seconds.
+            WouldBlockForever: Nobody is there who could draw.
+            ReplayTimeout: The timeout has passed.
+        """
+        if waited == 0:
+            self._wait = Wait(self._segment, self.timeout if timeout is None else timeout)
+            self._wait.look()
+            if self._wait.expired:
+                raise ReplayTimeout(f"admit() does not wait: {self._why_not_admitted(n)}")
+        else:
+            self._wait.check_room(
+                lambda: self._why_not_admitted(n),
+                "publish a version after each batch, or give Admission a larger max_age",
+                "the learner, before an item is begun",
+                lambda: f"{self._why_not_admitted(n)}; ",
+                call="admit()",
+            )
+            self._look_around()
+        self._wait.look()
+
+    def _why_not_admitted(self, n: int) -> str:
+        """Returns what counts as admitted, and how far it may go. It waits for no lock."""
+        return why_not_admitted(self._segment, n)
 
     def _why_full(self) -> str:
         return why_full(self._segment, self._config)

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 from torch import nn
 
+from torchreplay.buffer.admitted_items import AdmittedItems
 from torchreplay.buffer.writer import Autoreset, Writer
 from torchreplay.explorers.named import Fillable, OneOrNamed, chosen, named_buffers, named_weights
 from torchreplay.schema.config import extend_as, rows_extended
@@ -114,6 +115,28 @@ class ExplorerContext:
         self._writers[writer] = name
         writer.policy_version = self._version_for(name)
         return writer
+
+    def admit(self, n: int = 1, timeout: float | None = None) -> AdmittedItems:
+        """Begins items of the context's only writer that will be drawn in time: `writer.admit(n, timeout)`.
+
+        Args:
+            n: Items that the block writes at most. They are admitted together.
+            timeout: Seconds to wait at most; None: what the writer's `timeout` says.
+
+        Returns:
+            A context manager, as `Writer.admit` does.
+
+        Raises:
+            RuntimeError: The context has made no writer, or several: call `admit` of one of them.
+            ValueError: As for `Writer.admit`.
+        """
+        writers = [writer for writer in tuple(self._writers) if not writer.closed]
+        if len(writers) != 1:
+            raise RuntimeError(
+                f"ctx.admit() is for an explorer with one writer, and this one has {len(writers)}: make one by "
+                f"ctx.writer() first, or call writer.admit() of the one that is to write"
+            )
+        return writers[0].admit(n, timeout)
 
     def _version_for(self, name: str | None) -> int:
         """Returns the version of the rows of a buffer: that of the weights of its name, else the oldest one pulled."""

@@ -13,7 +13,7 @@ import numpy as np
 from torchreplay.schema.batch import Finish
 from torchreplay.schema.batch_plan import as_path
 from torchreplay.schema.hindsight import Elsewhere, Hindsight
-from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert
+from torchreplay.schema.limiters import LIMITERS, Admission, Limiter, MinSize
 from torchreplay.schema.samplers import (
     INITIALS,
     NORMALIZATIONS,
@@ -57,7 +57,7 @@ LARGEST_SHARE = 4
 ROLES: dict[str, tuple[Any, ...]] = {
     "sampler": SAMPLERS,
     "view": VIEWS,
-    "limiter": (MinSize, SamplesPerInsert),
+    "limiter": LIMITERS,
 }
 KINDS: dict[str, Any] = {t.__name__: t for t in (LinearSchedule, Elsewhere, *chain.from_iterable(ROLES.values()))}
 KINDS["Linear"] = LinearSchedule  # its name in files of versions before 0.1
@@ -108,7 +108,7 @@ class Config:
             fields,
             checked_kind("sampler", sampler, default_sampler, SAMPLERS),
             checked_kind("view", view, default_view, VIEWS),
-            checked_kind("limiter", limiter, default_limiter, (MinSize, SamplesPerInsert)),
+            checked_kind("limiter", limiter, default_limiter, LIMITERS),
             checked_ragged_bytes(ragged_bytes, fields, capacity),
             name=checked_name("name", name),
         )
@@ -169,7 +169,7 @@ class Config:
                     f"sampler is {self.sampler} and view is {self.view}, which takes goals from rows that a queue no "
                     f"longer needs; expected Rows(), Transitions(...) or Sequences(...)"
                 )
-            self.require_fits(self.limiter)
+        self.require_fits(self.limiter)
 
     @property
     def ragged(self) -> list[str]:
@@ -210,7 +210,10 @@ class Config:
                 )
 
     def require_fits(self, limiter: Limiter) -> None:
-        """Raises ValueError for a limiter that contradicts the sampler."""
+        """Raises ValueError for a limiter that contradicts the sampler or the view."""
+        if isinstance(limiter, Admission):
+            self._require_fits_admission(limiter)
+            return
         if not isinstance(self.sampler, Fifo):
             return
         if not isinstance(limiter, MinSize):
@@ -222,6 +225,28 @@ class Config:
             raise ValueError(
                 f"limiter is {limiter} and capacity is {self.capacity}: the queue is full before the first draw, and "
                 f"its writers wait for ever; give a larger capacity, or a smaller min_size"
+            )
+
+    def _require_fits_admission(self, limiter: Admission) -> None:
+        if not isinstance(self.sampler, Fifo):
+            raise ValueError(
+                f"limiter is {limiter} and sampler is {self.sampler}, which draws items of any age, and again: an "
+                f"admission is for queues; give sampler=Fifo(), or max_age to the sampler"
+            )
+        if self.sampler.max_draws != 1:
+            raise ValueError(
+                f"limiter is {limiter} and sampler is {self.sampler}: an item that is drawn again is older then than "
+                f"the admission reckons with; expected max_draws=1"
+            )
+        if not isinstance(self.view, Rows):
+            raise ValueError(
+                f"limiter is {limiter} and view is {self.view}: an admission counts rows, each of which is an item; "
+                f"expected Rows(), with a whole rollout in each row"
+            )
+        if self.sampler.when_full == "wait" and limiter.batch_size > self.capacity:
+            raise ValueError(
+                f"limiter is {limiter} and capacity is {self.capacity}: the queue is full before a batch is there, "
+                f"and its writers wait for ever; give a larger capacity, or a smaller batch_size"
             )
 
     @property

@@ -8,6 +8,9 @@ from typing import TypeAlias
 
 from torchreplay.validation import as_floats, checked_int
 
+NativeLimiter: TypeAlias = tuple[int, float, float, float, float, int, int]
+"""(min_size, ratio, min_diff, max_diff, tolerance, batch_size, max_age) of the native core."""
+
 
 @dataclass(frozen=True, slots=True)
 class MinSize:
@@ -32,9 +35,9 @@ class MinSize:
         """Returns (min_size, ratio, min_diff, max_diff); a ratio of 0 means none is kept."""
         return self.min_size, 0.0, 0.0, 0.0
 
-    def native(self) -> tuple[int, float, float, float, float]:
+    def native(self) -> NativeLimiter:
         """Returns what the native core takes."""
-        return *self.bounds(), 0.0
+        return *self.bounds(), 0.0, 0, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +91,69 @@ class SamplesPerInsert:
         error = max(error, self.ratio, 1.0)  # Reverb: a smaller window than one insert or one draw is a deadlock
         return self.min_size, float(self.ratio), centre - error, centre + error
 
-    def native(self) -> tuple[int, float, float, float, float]:
+    def native(self) -> NativeLimiter:
         """Returns what the native core takes: the bounds, and the tolerance or 0."""
-        return *self.bounds(), self.tolerance or 0.0
+        return *self.bounds(), self.tolerance or 0.0, 0, 0
 
 
-Limiter: TypeAlias = MinSize | SamplesPerInsert
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Of a queue: no item is begun that would be too old when a learner draws it.
+
+    A generator begins each item in `with writer.admit():`, which waits for its turn. So nothing is generated in vain,
+    where `Fifo(max_age=...)` drops what has become too old. At most `(max_age + 1 + version) * batch_size` items are
+    admitted in all. `version` is by how much `buffer.policy_version` has grown since the first one. The formula is that
+    of AReaL (https://arxiv.org/abs/2505.24298, section 5.1). It keeps its promise where the learner draws batches of
+    `batch_size` items, and publishes one version after each.
+
+    What is admitted and never comes to be drawn is given back: a block that ends without its row, by an exception or
+    without one; a writer that died; an item that was dropped, discarded or has become too old. When a buffer is opened
+    or loaded, what it holds counts, and nothing more.
+
+    It is for `Fifo()` with the view `Rows()`, where each row is an item, and is drawn once. Whether a buffer has an
+    admission is decided when it is made. `buffer.limiter` may be set to another `Admission`, which counts from there.
+
+    Args:
+        batch_size: Items of a batch of the learner's, at least 1.
+        max_age: Policy versions that an item may be behind the learner's when it is drawn, at least 0. 0: generators
+            wait while the learner learns.
+
+    Raises:
+        ValueError: One of them is no integer, or too small.
+
+    Example:
+        >>> spec = {"reward": tr.Field(), "policy_version": tr.Field((), torch.int64)}
+        >>> queue = tr.ReplayBuffer(spec, 100, sampler=tr.Fifo(), limiter=tr.Admission(batch_size=2, max_age=1))
+        >>> with queue.writer() as generator:
+        ...     for _ in range(4):  # more would wait for the learner
+        ...         with generator.admit():
+        ...             key = generator.append(reward=1.0)
+        >>> queue.stats().admitted_items, queue.stats().admission_limit
+        (4, 4)
+    """
+
+    batch_size: int
+    max_age: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "batch_size", checked_int("batch_size", self.batch_size, 1, 1 << 31))
+        object.__setattr__(self, "max_age", checked_int("max_age", self.max_age, 0, 1 << 31))
+
+    def bounds(self) -> tuple[int, float, float, float]:
+        """Returns those of a limiter that lets learners draw what there is."""
+        return 1, 0.0, 0.0, 0.0
+
+    def native(self) -> NativeLimiter:
+        """Returns what the native core takes."""
+        return *self.bounds(), 0.0, self.batch_size, self.max_age
 
 
-def from_native(min_size: int, ratio: float, tolerance: float) -> Limiter:
+Limiter: TypeAlias = MinSize | SamplesPerInsert | Admission
+LIMITERS: tuple[type[Limiter], ...] = (MinSize, SamplesPerInsert, Admission)
+
+
+def from_native(min_size: int, ratio: float, tolerance: float, batch_size: int = 0, max_age: int = 0) -> Limiter:
     """Returns the limiter that has these bounds in the native core."""
+    if batch_size:
+        return Admission(batch_size, max_age)
     return SamplesPerInsert(ratio, min_size, tolerance or None) if ratio else MinSize(min_size)

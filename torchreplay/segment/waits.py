@@ -213,7 +213,14 @@ class Wait:
         error.no_writer = True
         raise error
 
-    def check_room(self, balance: Callable[[], str], advice: str, missing: str, state: Callable[[], str] = str) -> None:
+    def check_room(
+        self,
+        balance: Callable[[], str],
+        advice: str,
+        missing: str,
+        state: Callable[[], str] = str,
+        call: str = "append()",
+    ) -> None:
         """Gives up a wait for a learner that cannot come, or that took too long; a long one is logged.
 
         Args:
@@ -221,6 +228,7 @@ class Wait:
             advice: What else to do, after "Draw more batches between appends".
             missing: What the writer waits for.
             state: Returns what else is known of that, with "; " at its end. It waits for no lock.
+            call: What waits.
 
         Raises:
             Stopped: The buffer was stopped.
@@ -236,7 +244,7 @@ class Wait:
             if not census["shared"]:
                 nobody = "there is no other thread and no other process to draw"
             raise WouldBlockForever(
-                f"append(){self._of()} would wait for ever: {balance()}; writers alive: {census['writers']}, last "
+                f"{call}{self._of()} would wait for ever: {balance()}; writers alive: {census['writers']}, last "
                 f"write: {_ago(census['since_write'])}; {nobody}. Draw more batches between appends, {advice}"
             )
 
@@ -249,7 +257,7 @@ class Wait:
             )
 
         if self.expired:
-            raise ReplayTimeout(f"append(){self._of()} found no room within {self._timeout:.10g} s: {figures()}")
+            raise ReplayTimeout(f"{call}{self._of()} found no room within {self._timeout:.10g} s: {figures()}")
         self._tell(missing, figures)
 
 

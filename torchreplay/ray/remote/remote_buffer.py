@@ -20,7 +20,7 @@ from torchreplay.ray.remote.send_buffer import SendBuffer
 from torchreplay.ray.runtime.actor_client import NodeActor
 from torchreplay.schema.casting import cast_values
 from torchreplay.schema.config import Config
-from torchreplay.schema.limiters import Limiter
+from torchreplay.schema.limiters import Admission, Limiter
 from torchreplay.schema.views import View
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.ray_node import ray_node
@@ -45,6 +45,12 @@ class RemoteWriter(Writer):
         autoreset: Autoreset,
         buffer_closed: threading.Event | None = None,
     ) -> None:
+        if isinstance(config.limiter, Admission):
+            raise ValueError(
+                f"{config.called} has {config.limiter}, and this process is on another node of the cluster: writers "
+                f"are admitted on the buffer's node only, where the kernel tells who has died; write there, and have "
+                f"rollouts of other nodes sent to a process there"
+            )
         roles_of(config, num_envs, autoreset)  # raises before anybody hears of a writer that there will not be
         self._sender = sender
         self._buffer_closed = buffer_closed or threading.Event()
@@ -198,7 +204,7 @@ class RemoteBuffer(WritableReplay):
         Raises:
             Stopped: The buffer was stopped.
             ReplayLost: The buffer is gone.
-            ValueError: As there.
+            ValueError: As there, or the buffer has an `Admission`.
             RuntimeError: This process was forked off one of Ray's, or rows can no longer be sent from it.
         """
         streams = streams_of(envs, num_envs, autoreset)
