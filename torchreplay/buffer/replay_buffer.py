@@ -714,14 +714,14 @@ class ReplayBuffer(HeldRows, Queue, Replay):
                 newest are loaded, and a warning with the number of the others is logged.
 
         Raises:
-            CheckpointError: There is no checkpoint, or it is damaged. Or `capacity` or `ragged_bytes` is too small for
-                a queue's items, or for the values of a row, which take a quarter at most.
+            CheckpointError: There is no checkpoint, or it is damaged.
             MemoryError: The machine or the cgroup has too little memory left, or this process may not map as much. A
                 load needs 20 MiB beside the buffer, or the longest row if that is more.
             OSError: A file cannot be read, which does not mean that it is damaged; or `path` cannot be made, or is
                 there already.
-            ValueError: `capacity` or `ragged_bytes` does not fit, the rows lack what `view` needs, or `view` has not
-                the same functions.
+            ValueError: `capacity` or `ragged_bytes` is out of range, or too small for a queue's items or for the values
+                of a row, which take a quarter at most. Or the rows lack what `view` needs, or `view` has not the same
+                functions.
             TypeError: `view` is no view, or `sampler` no sampler.
 
         Example:
@@ -758,10 +758,11 @@ class ReplayBuffer(HeldRows, Queue, Replay):
                 may be others, as for `load`.
 
         Raises:
-            CheckpointError: There is no checkpoint, it is damaged or of another kind, the buffer holds rows already,
-                it is a queue that cannot hold all items, or somebody else restores it.
+            CheckpointError: There is no checkpoint, it is damaged or of another kind, the buffer holds rows already, or
+                somebody else restores it.
             MemoryError: There is too little memory to read with: see `load`.
             OSError: A file cannot be read, which does not mean that it is damaged.
+            ValueError: `capacity` or `ragged_bytes` is too small, as for `load`.
 
         Example:
             >>> buffer.save("checkpoint")

@@ -311,6 +311,7 @@ def load_rows(
         OSError: A file cannot be read, which says nothing about what is in it.
         CheckpointError: A file is missing or damaged, the segment is of another kind or holds rows, or somebody else
             restores it.
+        ValueError: The segment has too few slots or bytes: for a queue's items, or for the values of a row.
     """
     saved, root = description.config, Path(directory)
     require_alike(saved, config, root)
@@ -330,7 +331,8 @@ def load_rows(
         try:
             for name, beside in _lengths(description, root):
                 shard = name
-                rows.expect(beside)
+                if unfit := rows.expect(beside, saved.ragged_bytes or 0):
+                    raise _Unfit(unfit)
             shard = ""
             rows.begin(int(description.counts[0]))
             for number, columns in enumerate(_read_shards(description.shards, root, names, rooms)):
@@ -344,7 +346,7 @@ def load_rows(
             shard = ""
             left_out = rows.left_out()
             if complaint := lost.complaint(left_out):
-                raise CheckpointError(f"the queue in {root} does not fit: {complaint}")
+                raise _Unfit(complaint)
             if wait_for_memory is not None:
                 wait_for_memory(config.capacity)
             counts = without_grid(counts) if len(left_out) else counts
@@ -352,6 +354,8 @@ def load_rows(
             rows.finish(counts, saved.limiter.native(), *draws, description.policy_version)
         finally:
             rows.abandon()
+    except _Unfit as error:
+        raise ValueError(f"the checkpoint in {root} is intact, and does not fit: {error}") from None
     except BufferError as error:
         raise CheckpointError(str(error)) from None
     except (ValueError, TypeError) as error:
@@ -359,6 +363,10 @@ def load_rows(
             raise
         raise CheckpointError(f"the checkpoint in {root / shard} is damaged: {error}") from None
     tell_left_out(f"the checkpoint in {root}", left_out, config)
+
+
+class _Unfit(Exception):
+    """The rows are sound, and need a larger buffer."""
 
 
 def tell_left_out(source: str, keys: torch.Tensor, config: Config) -> None:
