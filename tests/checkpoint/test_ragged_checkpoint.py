@@ -486,6 +486,33 @@ def test_what_explorers_write_beside_a_restore_stays_whatever_pages_it_takes(tmp
     assert_holds(buffer, model, buffer.keys().tolist())
 
 
+def failing_after(shards):
+    yield next(shards)
+    raise OSError("the disk is gone")
+
+
+def test_a_restore_after_one_that_failed_loses_no_row_of_a_ring_whose_bytes_are_all_used(tmp_path, monkeypatch):
+    quarter = (
+        16 * 64
+    )  # bytes of 16 pages, of 64 in all: four such rows fill the ring, if the first begins where it does
+    spec, values = {"x": tr.Ragged(torch.uint8)}, [bytes([i]) * quarter for i in range(4)]
+    for name, written in (("short", [bytes(quarter // 3)]), ("full", values)):
+        with tr.ReplayBuffer(spec, 1000, ragged_bytes=4 * quarter) as saved:
+            saved.extend(x=written)
+            saved.save(tmp_path / name)
+    with tr.ReplayBuffer(spec, 1000, ragged_bytes=4 * quarter) as buffer:
+        read = buffer_checkpoint._read_shards
+        with monkeypatch.context() as patch:
+            patch.setattr(buffer_checkpoint, "_read_shards", lambda *args: failing_after(read(*args)))
+            with pytest.raises(OSError, match="the disk is gone"):
+                buffer.restore(tmp_path / "short")
+        buffer.restore(tmp_path / "full")
+        assert buffer.keys().tolist() == [0, 1, 2, 3]
+        assert [bytes(value.tolist()) for value in split(buffer.gather(range(4)), "x")] == values
+        assert buffer.extend(x=[bytes(1)]).tolist() == [4]
+        assert buffer.keys().tolist() == [1, 2, 3, 4]
+
+
 def test_the_statistics_of_a_checkpoint_without_rows_come_back(tmp_path):
     with tr.ReplayBuffer(SPEC, 40, ragged_bytes=12_000) as buffer:
         buffer.save(tmp_path)
