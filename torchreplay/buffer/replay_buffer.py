@@ -389,7 +389,8 @@ class ReplayBuffer(HeldRows, Queue, Replay):
             budget: Of ragged fields of a batch: the most elements that it may have, such as `{"tokens": 65_536}`. Of
                 the items drawn, in a random order, the batch has the first ones within every budget, but always one.
                 The item that would be too much is left out, and may be drawn by the next call. So long values are drawn
-                a little less often: by the mean length over the budget at most.
+                a little less often: by the mean length over the budget at most. Of a queue it has the oldest, and it
+                waits no longer than until those that are there use up a budget.
 
         Returns:
             The fields, each `[B, *shape]`, and ragged ones as `ReplayBatch` says; `key` int64 `[B]`, `weight` and
