@@ -329,11 +329,7 @@ def load_rows(
     try:
         rows = _C.Import(segment)
         try:
-            for name, beside in _lengths(description, root):
-                shard = name
-                if unfit := rows.expect(beside, saved.ragged_bytes or 0):
-                    raise _Unfit(unfit)
-            shard = ""
+            _expect_lengths(rows, description, root)
             rows.begin(int(description.counts[0]))
             for number, columns in enumerate(_read_shards(description.shards, root, names, rooms)):
                 shard = description.shards[number][0]
@@ -385,6 +381,22 @@ def tell_left_out(source: str, keys: torch.Tensor, config: Config) -> None:
             f"{int(keys.numpy().max()):,}",
             f"{config.ragged_bytes:,}",
         )
+
+
+def _expect_lengths(rows: _C.Import, description: Description, root: Path) -> None:
+    """Has an import expect the rows of a checkpoint with ragged fields.
+
+    Raises:
+        CheckpointError: A file is damaged.
+        _Unfit: The values of a row need more bytes.
+    """
+    for name, beside in _lengths(description, root):
+        try:
+            unfit = rows.expect(beside, description.config.ragged_bytes or 0)
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"the checkpoint in {root / name} is damaged: {error}") from None
+        if unfit:
+            raise _Unfit(unfit)
 
 
 def _lengths(description: Description, root: Path) -> Iterator[tuple[str, list[torch.Tensor]]]:
