@@ -1,6 +1,7 @@
 """The queue: every item once, in order, held until its loop is done with it."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -255,6 +256,18 @@ def test_several_learners_and_writers_in_processes_get_every_item_as_often_as_it
         assert sum(drawn[:]) == 2000 * max_draws
         if max_draws == 1:
             assert set(drawn[:]) == {1}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_the_end_of_a_loop_waits_once_for_writers_to_come_back(prefetch, monkeypatch):
+    grace = 1.0
+    monkeypatch.setattr("torchreplay.segment.waits.RETURN_GRACE", grace)
+    with queue(64) as buffer:
+        with Forked(lambda: buffer.extend(x=list(range(5)))) as writer:
+            assert writer.wait() == 0
+        loop, began = iter(tr.ReplayDataset(buffer, 3, prefetch=prefetch)), time.monotonic()
+        assert [values(batch) for batch in loop] == [[0, 1, 2], [3, 4]]
+        assert grace <= time.monotonic() - began < 2 * grace
 
 
 def test_long_items_of_several_processes_come_whole_from_and_to_odd_addresses():
