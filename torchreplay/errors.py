@@ -40,6 +40,7 @@ class WouldBlockForever(RuntimeError):
     """
 
     no_writer = False  # is left: the items that are there are the last
+    alone_since = 0.0  # by the monotonic clock, where no writer is left: the learner waits for one since then
 
 
 class AttachError(RuntimeError, ConnectionError):

@@ -29,7 +29,9 @@ class Import {
     uint64_t before = header_.import_head;  // all tickets there may be: of imports that came to nothing
     head = std::max(head, before);
     if (header_.rows || header_.inserted || header_.head.load(std::memory_order_relaxed) != before) throw_taken();
-    issue_pages(std::move(plan));  // first: the pages of all rows that others write are newer, too
+    // First: the pages of all rows that others write are newer, too. At the start of the ring, as in a new one: who
+    // began elsewhere, behind an import that came to nothing, would lack the pages that no run takes at the ring's end.
+    issue_pages(std::move(plan), true);
     header_.import_stage = ImportStage::kPlaces;
     header_.import_head = head;
     header_.imports++;
@@ -155,12 +157,12 @@ class Import {
     return memory_.slot_of(static_cast<uint64_t>(rows.key[i]));
   }
 
-  void issue_pages(RunPlan plan) {
+  void issue_pages(RunPlan plan, bool at_start = false) {
     plan_ = std::move(plan);
     if (plan_.empty()) return;
     uint64_t head = header_.page_head.load(std::memory_order_relaxed), end;
     do {
-      end = plan_.arrange(memory_, head);
+      end = plan_.arrange(memory_, at_start ? round_up(head, memory_.layout().pages.count) : head);
       if (end > kMaxKeys) throw RowsRefused("every ticket of a page that there is was issued: make a new buffer");
     } while (!header_.page_head.compare_exchange_weak(head, end, std::memory_order_acq_rel, std::memory_order_relaxed));
     left_out_.insert(left_out_.end(), plan_.left_out().begin(), plan_.left_out().end());

@@ -15,17 +15,24 @@ namespace torchreplay {
 // after the other. So the oldest are the first to leave. Of more than the pages hold, the newest have a place.
 class RunPlan {
  public:
-  // `n` rows are to come, with these lengths of each group. Throws std::invalid_argument for a row whose values no
-  // writer writes: they take more than a quarter of the pages.
-  void expect(const Layout& layout, uint64_t n, const int64_t* keys, const std::vector<const uint32_t*>& lengths) {
+  // `n` rows are to come, with these lengths of each group, from a ring of `had` bytes. Returns what to say where the
+  // values of one need a larger ring than this; empty: none does. Throws std::invalid_argument for a row whose values
+  // no writer wrote: they take more than a quarter of the bytes that the ring had.
+  std::string expect(const Layout& layout, uint64_t n, const int64_t* keys, const std::vector<const uint32_t*>& lengths,
+                     uint64_t had) {
     std::vector<uint32_t> of_row(lengths.size());
     rows_.reserve(rows_.size() + n);
     for (uint64_t i = 0; i < n; i++) {
       for (size_t g = 0; g < lengths.size(); g++) of_row[g] = lengths[g][i];
-      const std::optional<uint64_t> pages = checked_pages(layout, of_row);
-      if (!pages) refuse(layout, keys[i], of_row);
-      rows_.push_back({keys[i], 0, static_cast<uint32_t>(*pages)});
+      const uint64_t bytes = checked_bytes(layout, keys[i], of_row, had), pages = pages_of(layout, bytes);
+      if (pages > layout.pages.most())
+        return told(keys[i], of_row) + ", which take " + std::to_string(bytes) + " bytes, and may take at most " +
+               std::to_string(layout.pages.most() * layout.pages.bytes) +
+               ", a quarter of ragged_bytes=" + std::to_string(layout.pages.count * layout.pages.bytes) +
+               ". Choose ragged_bytes=" + std::to_string(ring_for(bytes, layout.capacity)) + " or more";
+      rows_.push_back({keys[i], 0, static_cast<uint32_t>(pages)});
     }
+    return {};
   }
 
   // Has the run of the first row that stays begin at ticket `head`, if need be at the start of the ring. Returns the
@@ -74,20 +81,28 @@ class RunPlan {
     bool stays = false;  // false: a newer row has its slot, or its pages
   };
 
-  static std::optional<uint64_t> checked_pages(const Layout& layout, const std::vector<uint32_t>& lengths) {
-    if (std::ranges::any_of(lengths, [](uint32_t length) { return length > kMaxLength; })) return {};
-    const uint64_t bytes = place_values(layout.ragged, lengths.data(), nullptr);
-    if (bytes == kNoSize || pages_of(layout, bytes) > layout.pages.most()) return {};
-    return pages_of(layout, bytes);
+  static uint64_t checked_bytes(const Layout& layout, int64_t key, const std::vector<uint32_t>& lengths, uint64_t had) {
+    const bool sound = std::ranges::all_of(lengths, [](uint32_t length) { return length <= kMaxLength; });
+    const uint64_t bytes = sound ? place_values(layout.ragged, lengths.data(), nullptr) : kNoSize;
+    if (bytes != kNoSize && bytes <= had / 4) return bytes;
+    throw std::invalid_argument(told(key, lengths) + ", and those of a row took at most " + std::to_string(had / 4) +
+                                " bytes, a quarter of the ragged_bytes=" + std::to_string(had) + " that it was in");
   }
 
-  [[noreturn]] static void refuse(const Layout& layout, int64_t key, const std::vector<uint32_t>& lengths) {
+  static std::string told(int64_t key, const std::vector<uint32_t>& lengths) {
     std::string told;
     for (const uint32_t length : lengths) told += (told.empty() ? "" : ", ") + std::to_string(length);
-    throw std::invalid_argument(
-        "the row with key " + std::to_string(key) + " has values of length " + told +
-        ", and those of a row take at most " + std::to_string(layout.pages.most() * layout.pages.bytes) +
-        " bytes, a quarter of ragged_bytes=" + std::to_string(layout.pages.count * layout.pages.bytes));
+    return "the row with key " + std::to_string(key) + " has values of length " + told;
+  }
+
+  // The fewest bytes of a ring that takes so many of one row: of four times the pages, which are larger in a large one.
+  static uint64_t ring_for(uint64_t bytes, uint64_t capacity) {
+    uint64_t ring = 0, page = kMinPage;
+    do {
+      ring = 4 * round_up(bytes, page);
+      page = page_bytes(ring, capacity);
+    } while (ring < 4 * round_up(bytes, page));
+    return ring;
   }
 
   std::vector<Row> rows_;

@@ -147,8 +147,8 @@ class BatchSampler {
     CountedDraw counted(memory_.header());
     TakenItems taken(*this);
     drawing_.begin(is_queue_ ? 0 : static_cast<size_t>(n));
-    has_budget_ = has_values(out) && !out.ragged->budget.empty();
-    drawing_.shuffles = has_budget_ && !is_queue_;
+    budget_ = has_values(out) && !out.ragged->budget.empty() ? &out.ragged->budget : nullptr;
+    drawing_.shuffles = budget_ && !is_queue_;
     drawing_.shuffle_nothing();
     if (drawing_.shuffles && !keeps_epochs_)
       drawing_.shuffle_strata(name.seed, name.stream, name.step, static_cast<size_t>(n));
@@ -163,7 +163,7 @@ class BatchSampler {
       std::vector<int> lost;
       if (has_values(out)) {
         lost = measure(watch, patience);
-        if (has_budget_) keep_within(out.ragged->budget, lost, counted, patience);
+        if (budget_) keep_within(lost, counted, patience);
         copy_values(lost, out);
       }
       copy(out);
@@ -243,7 +243,8 @@ class BatchSampler {
 
   // Draws the items that are still to be drawn. Round 0 is the draw itself; later rounds redraw in the same strata.
   Draw draw(int n, const DrawName& name, uint32_t round, Shortage& shortage, const Patience& patience,
-            LearnerTurn& turn, CountedDraw& counted, const DrawRules& rules) {
+            LearnerTurn& turn, CountedDraw& counted, DrawRules rules) {
+    const int at_least = rules.at_least;
     drawing_.fill_random(name, round);
     Header& h = memory_.header();
     shortage.seen = h.rows_signal.load(std::memory_order_acquire);
@@ -263,6 +264,7 @@ class BatchSampler {
     if (!is_queue_ && !has_enough && tree.total() == 0) counted.take_back();  // it waits, as one that begins does
     if (!counted && due_.is_over(rules)) return Draw::kEpochOver;
     const auto lacks_items = [&] {
+      if (is_queue_ && budget_) rules.at_least = least_within_budget(n, at_least, rules);
       if (!counted && !Limiter(h).can_sample(most_of(n, rules))) return true;
       if (is_queue_) return oldest_.look(rules), oldest_.lacks_items(n, rules);
       return !has_enough && (tree.total() == 0 || (counts_draws_ && !counts_.has_left(draws_of(n, rules))));
@@ -294,7 +296,7 @@ class BatchSampler {
       counted.count(count());
       h.demand = 0;  // another learner that still waits will say so again
     }
-    if (!has_budget_) publish_limit(memory_);  // or it is not known yet how many items come
+    if (!budget_) publish_limit(memory_);  // or it is not known yet how many items come
     return Draw::kDone;
   }
 
@@ -309,6 +311,20 @@ class BatchSampler {
     return static_cast<uint64_t>(has ? static_cast<int>(drawing_.todo.size()) : due_.most_of(n, rules));
   }
 
+  // How many items a queue's batch of `n` has at the least: fewer than `at_least` says, where those that are there use
+  // up the budget. O(1) if there are enough, else O(rows of those that are there). The lock is held.
+  int least_within_budget(int n, int at_least, DrawRules rules) {
+    rules.at_least = at_least;
+    budget_lacks_ = kNever;
+    if (rules.groups || !oldest_.lacks_items(n, rules)) return at_least;
+    const std::vector<DrawnItem> items = oldest_.look_ahead(n);
+    std::vector<int> all = numbers_below(items.size());
+    values_->measure(items, all);
+    const auto [within, lacks] = values_->within(*budget_, items.size());
+    budget_lacks_ = lacks;
+    return lacks || !within ? at_least : static_cast<int>(within);
+  }
+
   // Shows writers what a draw of `n` waits for, and which ticket wakes it. False: that one was taken meanwhile, and its
   // writer may have seen nobody to wake. The lock is held.
   bool announce_wait(int n, const DrawRules& rules, Shortage& shortage) {
@@ -317,7 +333,8 @@ class BatchSampler {
     const uint64_t most = most_of(n, rules);
     shortage = {h.inserted, limiter.needed(most), static_cast<uint64_t>(memory_.tree().count()), shortage.seen};
     if (is_queue_) {
-      shortage.needed = std::max(shortage.needed, h.inserted + oldest_.missing(n, rules));
+      const uint64_t missing = std::min(oldest_.missing(n, rules), budget_ ? budget_lacks_ : kNever);
+      shortage.needed = std::max(shortage.needed, h.inserted + missing);
       shortage.drawable = oldest_.available();
     }
     if (counts_draws_) {
@@ -526,9 +543,8 @@ class BatchSampler {
 
   // Ends the batch where its budget does. The items beyond were not drawn: they are in their places again, and writers
   // are admitted for the others only.
-  void keep_within(const std::vector<int64_t>& budget, std::vector<int>& lost, CountedDraw& counted,
-                   const Patience& patience) {
-    const size_t end = values_->within(budget, drawing_.items.size());
+  void keep_within(std::vector<int>& lost, CountedDraw& counted, const Patience& patience) {
+    const size_t end = values_->within(*budget_, drawing_.items.size()).items;
     const bool shorter = end < drawing_.items.size();
     {
       const SegmentLock lock(memory_, patience);
@@ -656,8 +672,9 @@ class BatchSampler {
   DrawCounts counts_;
   ItemVersions versions_;
   bool keeps_epochs_, is_queue_, counts_draws_;
-  bool failed_are_back_ = false;  // those of todo
-  bool has_budget_ = false;       // the draw that is under way
+  bool failed_are_back_ = false;                  // those of todo
+  const std::vector<int64_t>* budget_ = nullptr;  // of the draw that is under way; nullptr: it has none
+  uint64_t budget_lacks_ = 0;                     // items, at the last look
   int threads_ = 1;
   std::unique_ptr<RaggedGather> values_;        // where batches have ragged fields
   std::vector<std::optional<Copier>> copiers_;  // of each thread

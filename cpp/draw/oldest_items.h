@@ -78,23 +78,29 @@ class OldestItems {
     const uint64_t wanted = static_cast<uint64_t>(n) - first,
                    many = rules.groups ? wanted : std::min(wanted, available());
     if (many) {
-      if (rules.groups) {
+      if (rules.groups)
         drawing_.index = groups_.take(*rules.groups);
-      } else {
-        const std::vector<int64_t> kept = kept_items(memory_, tree_, many);
-        find_in_order(many - kept.size());
-        drawing_.index.insert(drawing_.index.begin(), kept.begin(), kept.end());
-      }
+      else
+        find_in_order(many);
       DrawnItems drawn(memory_);
       for (const int64_t index : drawing_.index) {
-        const auto slot = static_cast<uint64_t>(index);
-        drawn.mark(slot);
-        drawing_.items.push_back({slot, memory_.at(slot), 1, 1, 1, 1, 0});
+        drawn.mark(static_cast<uint64_t>(index));
+        drawing_.items.push_back(item_in(index));
       }
       std::ranges::sort(drawing_.index);
       claims_.take(drawing_.index.data(), static_cast<int>(drawing_.index.size()), memory_.presence());
     }
     drawing_.todo = numbers_below(drawing_.items.size());
+  }
+
+  // Those of the batch and the oldest that can be drawn, up to `n` in all, as find() would have them. None is taken.
+  std::vector<DrawnItem> look_ahead(int n) {
+    std::vector<DrawnItem> items = drawing_.items;
+    if (const uint64_t many = std::min(static_cast<uint64_t>(n) - items.size(), available())) {
+      find_in_order(many);
+      std::ranges::transform(drawing_.index, std::back_inserter(items), [&](int64_t index) { return item_in(index); });
+    }
+    return items;
   }
 
   // They are in their places again.
@@ -138,8 +144,20 @@ class OldestItems {
     return slots;
   }
 
-  // Fills drawing.index with the oldest `n` of those that were not.
+  DrawnItem item_in(int64_t index) const {
+    const auto slot = static_cast<uint64_t>(index);
+    return {slot, memory_.at(slot), 1, 1, 1, 1, 0};
+  }
+
+  // Fills drawing.index with the slots of the oldest `n`; so many can be drawn.
   void find_in_order(uint64_t n) {
+    const std::vector<int64_t> kept = kept_items(memory_, tree_, n);
+    find_by_rank(n - kept.size());
+    drawing_.index.insert(drawing_.index.begin(), kept.begin(), kept.end());
+  }
+
+  // The same of those that were not kept.
+  void find_by_rank(uint64_t n) {
     const Ranks ranks(tree_);
     drawing_.target.resize(n);
     if (n == 0) return drawing_.index.clear();

@@ -31,17 +31,31 @@ class RaggedGather {
     for (const int i : todo) forget(i);
   }
 
-  // How many of `n` items stay within a budget, from the first one on: at least one. `budget`: most elements of each
-  // group, -1 for any number. Empty: there is none. O(rows of the items).
-  size_t within(const std::vector<int64_t>& budget, size_t n) const {
-    std::vector<int64_t> elements(budget.size(), 0);
+  // How far a budget goes.
+  struct Within {
+    size_t items;    // that stay within it, from the first one on: at least one
+    uint64_t lacks;  // more items that it takes at the least, if none is longer than those; 0: it is used up
+  };
+
+  // Of `n` items that were measured. `budget`: most elements of each group, -1 for any number. Empty: there is none.
+  // O(rows of the items).
+  Within within(const std::vector<int64_t>& budget, size_t n) const {
+    std::vector<int64_t> elements(budget.size(), 0), longest(budget.size(), 1);
     for (size_t i = 0; i < n; i++)
       for (size_t g = 0; g < budget.size(); g++) {
         if (budget[g] < 0) continue;
+        const int64_t before = elements[g];
         each_length(g, i, i + 1, [&](size_t, uint32_t length) { elements[g] += length; });
-        if (elements[g] > budget[g] && i > 0) return i;
+        if (elements[g] > budget[g] && i > 0) return {i, 0};
+        longest[g] = std::max(longest[g], elements[g] - before);
       }
-    return n;
+    uint64_t lacks = kNever;
+    for (size_t g = 0; g < budget.size(); g++) {
+      if (budget[g] < 0) continue;
+      const int64_t left = std::max<int64_t>(0, budget[g] - elements[g]);
+      lacks = std::min(lacks, static_cast<uint64_t>(left / longest[g] + (left % longest[g] != 0)));
+    }
+    return {n, lacks};
   }
 
   // Gets memory for the values of `n` items, and says in `out` where each begins. The values of the items in `todo` are

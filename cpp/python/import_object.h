@@ -70,10 +70,14 @@ class GivenColumns {
   int64_t rows_ = -1;
 };
 
-// expect([key, *lengths]): rows with ragged fields that are to come, when it has begun or issued more keys.
-inline PyObject* expect(PyObject* self, PyObject* list) {
+// expect([key, *lengths], had) -> text: rows with ragged fields that are to come, when it has begun or issued more
+// keys. They were in a buffer with `had` ragged_bytes. The text says what this one has too few of; None: it takes them.
+inline PyObject* expect(PyObject* self, PyObject* args) {
   return guarded([&] {
     auto& s = state_of<ImportObject>(self);
+    PyObject* list;
+    unsigned long long had;
+    if (!PyArg_ParseTuple(args, "OK", &list, &had)) throw PythonError{};
     const Layout& layout = s.attached->memory().layout();
     GivenColumns given(list, 1 + layout.pages.groups);
     const auto* keys = reinterpret_cast<int64_t*>(given.column(0, Element::kI64));
@@ -81,8 +85,8 @@ inline PyObject* expect(PyObject* self, PyObject* list) {
     lengths.reserve(layout.pages.groups);
     for (size_t g = 0; g < layout.pages.groups; g++)
       lengths.push_back(reinterpret_cast<uint32_t*>(given.column(1 + g, Element::kU32)));
-    s.expected.expect(layout, given.rows(), keys, lengths);
-    return Py_NewRef(Py_None);
+    const std::string complaint = s.expected.expect(layout, given.rows(), keys, lengths, had);
+    return complaint.empty() ? Py_NewRef(Py_None) : PyUnicode_FromString(complaint.c_str());
   });
 }
 
@@ -226,7 +230,7 @@ inline PyObject* abandon(PyObject* self, PyObject*) {
 }
 
 inline PyMethodDef methods[] = {
-    {"expect", expect, METH_O, nullptr},        {"begin", begin, METH_O, nullptr},
+    {"expect", expect, METH_VARARGS, nullptr},  {"begin", begin, METH_O, nullptr},
     {"issue", issue, METH_O, nullptr},          {"left_out", left_out, METH_NOARGS, nullptr},
     {"place", place, METH_O, nullptr},          {"finish", finish, METH_VARARGS, nullptr},
     {"abandon", abandon, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};

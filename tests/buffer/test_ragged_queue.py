@@ -1,5 +1,6 @@
 """A queue of rows of any length: no page is taken of a row that is still needed, and every item comes whole."""
 
+import itertools
 import signal
 import threading
 from contextlib import nullcontext, suppress
@@ -269,6 +270,58 @@ def test_what_a_budget_leaves_out_is_not_lost():
             assert len(batch["text"]) <= 300
             came += numbers_of(batch, lengths)
     assert came == list(range(60))
+
+
+def within(lengths, budget):
+    """How many of the first items stay within a budget: at least one."""
+    return max(1, int(np.searchsorted(np.cumsum(lengths), budget, "right")))
+
+
+def used_up(lengths, budget):
+    """Whether no other item with a value would go into a batch of these."""
+    return sum(lengths) >= budget
+
+
+@pytest.mark.parametrize("least", [None, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_draw_waits_no_longer_than_until_what_is_there_uses_its_budget_up(seed, least):
+    """Of each number of items, a draw gives the batch that the lengths say, or waits."""
+    budget, random = 300, np.random.default_rng(seed)
+    waited = 0
+    with queue(1 << 16, 100, TEXT) as buffer, buffer.expect_writers():
+        for _ in range(25):
+            lengths = random.integers(0, 200, int(random.integers(1, 9))).tolist()
+            buffer.extend(text=[text(k, n) for k, n in enumerate(lengths)], number=list(range(len(lengths))))
+            if used_up(lengths, budget) or len(lengths) >= (least or 8):
+                batch = buffer.sample(8, at_least=least, budget={"text": budget}, timeout=30)
+                assert numbers_of(batch, lengths) == list(range(within(lengths, budget)))
+            else:
+                waited += 1
+                with pytest.raises(tr.ReplayTimeout, match=rf"{len(lengths)} can be drawn"):
+                    buffer.sample(8, at_least=least, budget={"text": budget}, timeout=0)
+            buffer.clear()
+    assert 0 < waited < 25
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_loop_within_a_budget_gets_each_batch_when_the_row_comes_that_uses_it_up(prefetch):
+    """The writer goes on when the batch came: were it to wait for 64 items, none would come."""
+    lengths, came = [100, 100, 250, 50, 300, 299, 2], []
+    with queue(1 << 14, 100, TEXT) as buffer, buffer.writer() as writer, buffer.expect_writers():
+        loop = iter(tr.ReplayDataset(buffer, 64, budget={"text": 300}, prefetch=prefetch, timeout=60))
+        turns = iter(range(len(lengths)))
+
+        def write(rows):
+            for number in itertools.islice(turns, rows):
+                writer.append(text=text(number, lengths[number]), number=number)
+
+        for rows in (3, 1, 1, 2):
+            writes = threading.Thread(target=write, args=(rows,))
+            writes.start()
+            came.append(numbers_of(next(loop), lengths))
+            writes.join()
+        assert came == [[0, 1], [2, 3], [4], [5]]
+        loop.close()
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

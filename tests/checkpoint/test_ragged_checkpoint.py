@@ -2,6 +2,7 @@
 
 import io
 import logging
+import re
 import threading
 from dataclasses import replace
 
@@ -356,7 +357,7 @@ def with_one(value):
         (changed("/lengths/tokens", lambda t: t.long()), "column 1 of the rows has another type"),
         (changed("/lengths/tokens", with_one(2**32 - 1)), "key 3 has values of length 4294967295"),
         (changed("/lengths/points", with_one(2**31)), "key 3 has values of length"),
-        (changed("/lengths/points", with_one(126)), "take at most 2944 bytes, a quarter of ragged_bytes=11968"),
+        (changed("/lengths/points", with_one(126)), "took at most 3000 bytes, a quarter of the ragged_bytes=12000"),
         (
             changed("/lengths/tokens", lambda t: (t.long() + 1).to(torch.uint32)),
             r"key \d+ has \d+ elements of 'tokens', and there are \d+",
@@ -416,16 +417,38 @@ def test_any_damaged_byte_of_a_file_with_lengths_is_an_error(seed, tmp_path, mon
         tr.ReplayBuffer.load(tmp_path)
 
 
-def test_a_value_that_takes_more_than_a_quarter_of_the_new_bytes_is_refused_and_a_format_without_lengths_too(tmp_path):
+def test_bytes_too_few_for_a_row_are_refused_with_those_that_would_do_and_nothing_is_damaged(tmp_path):
+    saved, longest = tmp_path / "saved", 9000
     with tr.ReplayBuffer({"x": tr.Ragged(torch.uint8)}, 10, ragged_bytes=1 << 16) as buffer:
-        buffer.extend(x=[b"a", bytes(9000)])
+        buffer.extend(x=[b"a", bytes(longest)])
+        buffer.save(saved)
+        made = [
+            lambda few: tr.ReplayBuffer.load(saved, ragged_bytes=few),
+            lambda few: tr.ReplayBuffer.load(saved, ragged_bytes=few, path=tmp_path / "file"),
+            lambda few: buffer.copy(ragged_bytes=few),
+        ]
+        for make in made:
+            with pytest.raises(ValueError, match=f"key 1 has values of length {longest}.*a quarter of") as refused:
+                make(1 << 15)
+            assert type(refused.value) is ValueError  # no CheckpointError: nothing is wrong with the checkpoint
+            assert not (tmp_path / "file").exists()
+            enough = int(re.search(r"Choose ragged_bytes=(\d+) or more", str(refused.value))[1])
+            assert 4 * longest <= enough < 4 * longest + 4 * 1024
+            with pytest.raises(ValueError, match="a quarter"):
+                make(enough - 1)
+            with make(enough) as found:
+                assert bytes(found.gather([1])["x"].tolist()) == bytes(longest)
+            (tmp_path / "file").unlink(missing_ok=True)
+    with tr.ReplayBuffer({"x": tr.Ragged(torch.uint8)}, 10, ragged_bytes=1 << 15) as small:
+        with pytest.raises(ValueError, match="intact, and does not fit: the row with key 1") as refused:
+            small.restore(saved)
+        assert type(refused.value) is ValueError
+        assert small.extend(x=[b"b"]).tolist() == [0]
+
+
+def test_a_format_without_lengths_has_no_ragged_fields_and_bytes_out_of_range_are_refused(tmp_path):
+    with tr.ReplayBuffer({"x": tr.Ragged(torch.uint8)}, 10, ragged_bytes=1 << 16) as buffer:
         buffer.save(tmp_path)
-        with pytest.raises(
-            tr.CheckpointError, match=r"00001.safetensors.*key 1 has values of length 9000, .* a quarter"
-        ):
-            tr.ReplayBuffer.load(tmp_path, ragged_bytes=1 << 15)
-        with pytest.raises(ValueError, match="key 1 has values of length 9000"):
-            buffer.copy(ragged_bytes=1 << 15)
     with pytest.raises(ValueError, match="ragged_bytes is 100"):
         tr.ReplayBuffer.load(tmp_path, ragged_bytes=100)
     tell(tmp_path, told_by(tmp_path) | {"format": 6})
@@ -461,6 +484,33 @@ def test_what_explorers_write_beside_a_restore_stays_whatever_pages_it_takes(tmp
     assert_holds(buffer, model, keys)
     write(buffer, model, random, 40)
     assert_holds(buffer, model, buffer.keys().tolist())
+
+
+def failing_after(shards):
+    yield next(shards)
+    raise OSError("the disk is gone")
+
+
+def test_a_restore_after_one_that_failed_loses_no_row_of_a_ring_whose_bytes_are_all_used(tmp_path, monkeypatch):
+    quarter = (
+        16 * 64
+    )  # bytes of 16 pages, of 64 in all: four such rows fill the ring, if the first begins where it does
+    spec, values = {"x": tr.Ragged(torch.uint8)}, [bytes([i]) * quarter for i in range(4)]
+    for name, written in (("short", [bytes(quarter // 3)]), ("full", values)):
+        with tr.ReplayBuffer(spec, 1000, ragged_bytes=4 * quarter) as saved:
+            saved.extend(x=written)
+            saved.save(tmp_path / name)
+    with tr.ReplayBuffer(spec, 1000, ragged_bytes=4 * quarter) as buffer:
+        read = buffer_checkpoint._read_shards
+        with monkeypatch.context() as patch:
+            patch.setattr(buffer_checkpoint, "_read_shards", lambda *args: failing_after(read(*args)))
+            with pytest.raises(OSError, match="the disk is gone"):
+                buffer.restore(tmp_path / "short")
+        buffer.restore(tmp_path / "full")
+        assert buffer.keys().tolist() == [0, 1, 2, 3]
+        assert [bytes(value.tolist()) for value in split(buffer.gather(range(4)), "x")] == values
+        assert buffer.extend(x=[bytes(1)]).tolist() == [4]
+        assert buffer.keys().tolist() == [1, 2, 3, 4]
 
 
 def test_the_statistics_of_a_checkpoint_without_rows_come_back(tmp_path):

@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -113,6 +114,28 @@ def test_a_draw_gives_up_when_all_explorers_of_other_processes_are_gone_for_good
                 eventually(lambda: len(buffer) > 3)
         with pytest.raises(tr.WouldBlockForever, match="left 0 s ago"):
             buffer.sample(1, timeout=30)
+
+
+@pytest.mark.parametrize("since_departure", [-1.0, 100.0, 30.0])
+def test_a_wait_that_goes_on_with_another_believes_in_writers_no_longer_unless_one_has_come_and_gone(since_departure):
+    """The other wait began 60 s ago: a writer that left 30 s ago has been there since."""
+    census = {"writers": 0, "others_writing": 0, "supervisors": 0, "shared": True, "since_write": 100.0}
+    segment = SimpleNamespace(
+        census=lambda _: census | {"since_departure": since_departure}, stopped=False, called=waits.UNNAMED
+    )
+    began = time.monotonic() - 2 * waits.STARTUP_GRACE if since_departure < 0 else time.monotonic() - 60
+
+    def look(wait):
+        wait.check_rows(5, 6, 5, 5, "")
+
+    look(waits.Wait(segment, None))  # it has only begun
+    after = waits.Wait(segment, None, began)
+    if since_departure == 30.0:
+        look(after)
+        return
+    with pytest.raises(tr.WouldBlockForever) as caught:
+        look(after)
+    assert caught.value.alone_since == began
 
 
 def test_an_announced_supervisor_is_waited_for_until_it_closes(monkeypatch):

@@ -107,8 +107,10 @@ def copy_rows(source: _C.Segment, target: _C.Segment, config: Config, into: Conf
     try:
         rows.begin(0)
         for columns in _rows_of(source, config):
-            if config.ragged:
-                rows.expect([columns[keys], *columns[lengths]])
+            if config.ragged and (
+                complaint := rows.expect([columns[keys], *columns[lengths]], config.ragged_bytes or 0)
+            ):
+                raise ValueError(complaint)
             # By numpy: torch would do it in several threads, in which a forked child can hang.
             rows.issue(int(columns[keys].numpy().max()) + 1)
             lost.add(columns)

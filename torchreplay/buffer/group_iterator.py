@@ -12,7 +12,7 @@ from torchreplay.buffer.jams import LearnerJam
 from torchreplay.buffer.queue_iterator import QueueIterator
 from torchreplay.errors import WouldBlockForever
 from torchreplay.schema.batch import ReplayBatch
-from torchreplay.segment.waits import Wait, logger
+from torchreplay.segment.waits import Waiting, logger
 
 if TYPE_CHECKING:
     from torchreplay.buffer.local_sampler import Into, LocalSampler
@@ -61,7 +61,7 @@ class GroupIterator(QueueIterator):
         self._jam = GroupJam(source, spec.groups)
         self._is_end = False  # no writer is left: what there is is all that comes
 
-    def _next_drawn(self, waiting: type[Wait]) -> ReplayBatch:
+    def _next_drawn(self, waiting: Waiting) -> ReplayBatch:
         while True:
             try:
                 return self._source.draw(self._batch_size, None, None, waiting, None, self._sample_groups)
@@ -94,6 +94,7 @@ class GroupIterator(QueueIterator):
         """
         if not error.no_writer or not self._segment.stats()["inserted"]:
             raise error
+        self._alone_since = error.alone_since
         if not self._is_end:
             self._is_end = True
             return

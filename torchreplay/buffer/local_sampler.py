@@ -24,7 +24,7 @@ from torchreplay.schema.samplers import Fifo, Schedule, counts_draws, value_of
 from torchreplay.schema.spec import ragged_fields
 from torchreplay.segment.delivery_log import DeliveryLog, RemotelyWritten
 from torchreplay.segment.handle import Handle
-from torchreplay.segment.waits import NEVER, Wait, Watched
+from torchreplay.segment.waits import NEVER, Wait, Waiting, Watched
 from torchreplay.validation import checked_choice, checked_int
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class LocalSampler:
         batch_size: int,
         beta: Schedule | None,
         timeout: float | None,
-        waiting: type[Wait],
+        waiting: Waiting,
         out: Into = None,
         sample: Sample | None = None,
     ) -> ReplayBatch:

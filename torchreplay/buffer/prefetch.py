@@ -15,7 +15,7 @@ from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.errors import ReplayTimeout, Stopped
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.samplers import takes_what_it_draws, value_of
-from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait
+from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait, Waiting
 
 if TYPE_CHECKING:
     from torchreplay._C import DrawnFrom
@@ -107,7 +107,11 @@ class PrefetchIterator:
             raise StopIteration
         waiting, self._waiting = self._waiting, Wait
         again = self._next_again() if self._again else None
-        return self._next_drawn(waiting) if again is None else again
+        return self._next_drawn(self._begins(waiting)) if again is None else again
+
+    def _begins(self, waiting: type[Wait]) -> Waiting:
+        """Returns what begins a wait of this kind."""
+        return waiting
 
     def _items_of(self, batch: ReplayBatch) -> int:
         room = None if self._staging is None else self._staging.room_of(batch)
@@ -196,7 +200,7 @@ class PrefetchIterator:
         if takes_what_it_draws(self._source.config.sampler):
             self._segment.give_back(keys)
 
-    def _next_drawn(self, waiting: type[Wait]) -> ReplayBatch:
+    def _next_drawn(self, waiting: Waiting) -> ReplayBatch:
         self._from = None
         if self._prefetch == 0:
             place = self._place()
@@ -231,7 +235,7 @@ class PrefetchIterator:
         ahead, beta = self._ahead, self._beta
         assert ahead is not None
         batch = ahead.next(beta if beta.__class__ is float else self._next_beta(), self._place())
-        return self._wait_for_batch(ahead, batch, Wait)
+        return self._wait_for_batch(ahead, batch, self._begins(Wait))
 
     def _next_beta(self) -> float:
         # As many batches were drawn as will have been when this one is: others may have drawn more meanwhile.
@@ -258,7 +262,7 @@ class PrefetchIterator:
         self._end_if_emptied(shortage)
         self._source.check_shortage(shortage, self._batch_size, wait)
 
-    def _wait_for_batch(self, ahead: _C.Prefetcher, result: Any, waiting: type[Wait]) -> ReplayBatch:
+    def _wait_for_batch(self, ahead: _C.Prefetcher, result: Any, waiting: Waiting) -> ReplayBatch:
         """Returns `result`, or if that is no batch, the one that comes; it is finished."""
         if result.__class__ is not ReplayBatch:
             wait = waiting(self._source.watched, self._timeout)

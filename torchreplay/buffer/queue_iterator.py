@@ -12,7 +12,7 @@ from torchreplay.buffer.queue import NO_LOOP, taking
 from torchreplay.errors import WouldBlockForever
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.samplers import Fifo
-from torchreplay.segment.waits import Wait
+from torchreplay.segment.waits import Wait, Waiting
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +40,7 @@ class QueueIterator(PrefetchIterator):
         self._loop = self._segment.new_loop() if ends_by_itself else NO_LOOP
         self._at_least = spec.batch_size
         self._refused = 0
+        self._alone_since: float | None = None  # a wait that found no writer left was for one since then
         self._jam = LearnerJam(self._segment, source.config, spec.for_others)
         self._is_first = False  # nothing is to be said of small buffers
         self._from = (1.0, 1, 1.0, 0.0)  # all items are alike
@@ -69,7 +70,7 @@ class QueueIterator(PrefetchIterator):
     def _prefetcher(self) -> _C.Prefetcher:
         return _C.Prefetcher(self._segment, self._batch_size, None, self._loop)
 
-    def _next_drawn(self, waiting: type[Wait]) -> ReplayBatch:
+    def _next_drawn(self, waiting: Waiting) -> ReplayBatch:
         if self._prefetch:
             told = self._from
             batch = super()._next_drawn(waiting)
@@ -81,6 +82,10 @@ class QueueIterator(PrefetchIterator):
                 return self._source.draw(self._batch_size, None, self._timeout, waiting, self._place(), sample)
             except WouldBlockForever as error:
                 self._accept_fewer(error)
+
+    def _begins(self, waiting: type[Wait]) -> Waiting:
+        """As in `PrefetchIterator`: once a wait has found no writer left, the next one need not wait for any again."""
+        return lambda watched, timeout: waiting(watched, timeout, self._alone_since)
 
     def _check_shortage(self, shortage: Any, wait: Wait) -> None:
         try:
@@ -102,6 +107,7 @@ class QueueIterator(PrefetchIterator):
         stats = self._segment.stats()
         if not error.no_writer or not stats["inserted"]:
             raise error
+        self._alone_since = error.alone_since
         if self._at_least == 1 and stats["drawable"]:
             self._refuse_again(error)
         ahead = self._ahead

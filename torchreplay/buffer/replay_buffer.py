@@ -390,7 +390,8 @@ class ReplayBuffer(HeldRows, Queue, Replay):
             budget: Of ragged fields of a batch: the most elements that it may have, such as `{"tokens": 65_536}`. Of
                 the items drawn, in a random order, the batch has the first ones within every budget, but always one.
                 The item that would be too much is left out, and may be drawn by the next call. So long values are drawn
-                a little less often: by the mean length over the budget at most.
+                a little less often: by the mean length over the budget at most. Of a queue it has the oldest, and it
+                waits no longer than until those that are there use up a budget.
 
         Returns:
             The fields, each `[B, *shape]`, and ragged ones as `ReplayBatch` says; `key` int64 `[B]`, `weight` and
@@ -720,14 +721,14 @@ class ReplayBuffer(HeldRows, Queue, Replay):
                 newest are loaded, and a warning with the number of the others is logged.
 
         Raises:
-            CheckpointError: There is no checkpoint, or it is damaged. Or `capacity` or `ragged_bytes` is too small for
-                a queue's items, or for the values of a row, which take a quarter at most.
+            CheckpointError: There is no checkpoint, or it is damaged.
             MemoryError: The machine or the cgroup has too little memory left, or this process may not map as much. A
                 load needs 20 MiB beside the buffer, or the longest row if that is more.
             OSError: A file cannot be read, which does not mean that it is damaged; or `path` cannot be made, or is
                 there already.
-            ValueError: `capacity` or `ragged_bytes` does not fit, the rows lack what `view` needs, or `view` has not
-                the same functions.
+            ValueError: `capacity` or `ragged_bytes` is out of range, or too small for a queue's items or for the values
+                of a row, which take a quarter at most. Or the rows lack what `view` needs, or `view` has not the same
+                functions.
             TypeError: `view` is no view, or `sampler` no sampler.
 
         Example:
@@ -764,10 +765,11 @@ class ReplayBuffer(HeldRows, Queue, Replay):
                 may be others, as for `load`.
 
         Raises:
-            CheckpointError: There is no checkpoint, it is damaged or of another kind, the buffer holds rows already,
-                it is a queue that cannot hold all items, or somebody else restores it.
+            CheckpointError: There is no checkpoint, it is damaged or of another kind, the buffer holds rows already, or
+                somebody else restores it.
             MemoryError: There is too little memory to read with: see `load`.
             OSError: A file cannot be read, which does not mean that it is damaged.
+            ValueError: `capacity` or `ragged_bytes` is too small, as for `load`.
 
         Example:
             >>> buffer.save("checkpoint")

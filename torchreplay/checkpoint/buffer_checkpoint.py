@@ -311,6 +311,7 @@ def load_rows(
         OSError: A file cannot be read, which says nothing about what is in it.
         CheckpointError: A file is missing or damaged, the segment is of another kind or holds rows, or somebody else
             restores it.
+        ValueError: The segment has too few slots or bytes: for a queue's items, or for the values of a row.
     """
     saved, root = description.config, Path(directory)
     require_alike(saved, config, root)
@@ -328,10 +329,7 @@ def load_rows(
     try:
         rows = _C.Import(segment)
         try:
-            for name, beside in _lengths(description, root):
-                shard = name
-                rows.expect(beside)
-            shard = ""
+            _expect_lengths(rows, description, root)
             rows.begin(int(description.counts[0]))
             for number, columns in enumerate(_read_shards(description.shards, root, names, rooms)):
                 shard = description.shards[number][0]
@@ -344,7 +342,7 @@ def load_rows(
             shard = ""
             left_out = rows.left_out()
             if complaint := lost.complaint(left_out):
-                raise CheckpointError(f"the queue in {root} does not fit: {complaint}")
+                raise _Unfit(complaint)
             if wait_for_memory is not None:
                 wait_for_memory(config.capacity)
             counts = without_grid(counts) if len(left_out) else counts
@@ -352,6 +350,8 @@ def load_rows(
             rows.finish(counts, saved.limiter.native(), *draws, description.policy_version)
         finally:
             rows.abandon()
+    except _Unfit as error:
+        raise ValueError(f"the checkpoint in {root} is intact, and does not fit: {error}") from None
     except BufferError as error:
         raise CheckpointError(str(error)) from None
     except (ValueError, TypeError) as error:
@@ -359,6 +359,10 @@ def load_rows(
             raise
         raise CheckpointError(f"the checkpoint in {root / shard} is damaged: {error}") from None
     tell_left_out(f"the checkpoint in {root}", left_out, config)
+
+
+class _Unfit(Exception):
+    """The rows are sound, and need a larger buffer."""
 
 
 def tell_left_out(source: str, keys: torch.Tensor, config: Config) -> None:
@@ -377,6 +381,22 @@ def tell_left_out(source: str, keys: torch.Tensor, config: Config) -> None:
             f"{int(keys.numpy().max()):,}",
             f"{config.ragged_bytes:,}",
         )
+
+
+def _expect_lengths(rows: _C.Import, description: Description, root: Path) -> None:
+    """Has an import expect the rows of a checkpoint with ragged fields.
+
+    Raises:
+        CheckpointError: A file is damaged.
+        _Unfit: The values of a row need more bytes.
+    """
+    for name, beside in _lengths(description, root):
+        try:
+            unfit = rows.expect(beside, description.config.ragged_bytes or 0)
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"the checkpoint in {root / name} is damaged: {error}") from None
+        if unfit:
+            raise _Unfit(unfit)
 
 
 def _lengths(description: Description, root: Path) -> Iterator[tuple[str, list[torch.Tensor]]]:

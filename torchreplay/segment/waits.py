@@ -66,10 +66,17 @@ class Watched(Protocol):
 
 
 class Wait:
-    """One wait: its start, its deadline, and the reasons to give it up."""
+    """One wait: its start, its deadline, and the reasons to give it up.
 
-    def __init__(self, segment: Watched, timeout: float | None) -> None:
-        self._segment = segment
+    Args:
+        segment: What it looks at.
+        timeout: Seconds after which it ends; None: it has no deadline.
+        alone_since: Since when the learner believes that writers may come back, as an earlier wait said that found none
+            (`WouldBlockForever.alone_since`); None: since now. It holds while no writer has come and gone since.
+    """
+
+    def __init__(self, segment: Watched, timeout: float | None, alone_since: float | None = None) -> None:
+        self._segment, self._alone_since = segment, alone_since
         seconds = checked_timeout(timeout)
         self._timeout = None if seconds == math.inf else seconds
         self._log_at = LOG_EVERY
@@ -197,7 +204,10 @@ class Wait:
             raise Stopped(f"{self._segment.called} was stopped")
 
     def _check_writers(self, census: Census, figures: Callable[[], str]) -> None:
-        waited, gone = time.monotonic() - self._start, census["since_departure"]
+        now, since, gone = time.monotonic(), self._start, census["since_departure"]
+        if self._alone_since is not None and not 0 <= gone < now - self._alone_since:
+            since = self._alone_since
+        waited = now - since
         if not census["shared"]:
             reason = "no other thread holds a writer and the buffer was never handed to another process"
         elif gone >= 0 and min(gone, waited) >= RETURN_GRACE:
@@ -210,7 +220,7 @@ class Wait:
             f"sample(){self._of()} would wait for ever: {figures()}; {reason}. Write more rows, start explorers, or "
             f"ask less of the limiter; buffer.expect_writers() says that writers will come"
         )
-        error.no_writer = True
+        error.no_writer, error.alone_since = True, since
         raise error
 
     def check_room(
@@ -260,6 +270,9 @@ class Wait:
             raise ReplayTimeout(f"{call}{self._of()} found no room within {self._timeout:.10g} s: {figures()}")
         self._tell(missing, figures)
 
+
+Waiting: TypeAlias = Callable[[Watched, float | None], Wait]
+"""Begins a wait: a kind of wait, perhaps one that goes on with another."""
 
 Listener: TypeAlias = Literal["owners", "learners", "supervisors"]
 LISTENERS: tuple[Listener, ...] = get_args(Listener)

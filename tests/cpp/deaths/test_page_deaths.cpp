@@ -190,7 +190,8 @@ class SavedRows {
 
   void restore(SegmentMemory& m) const {
     RunPlan plan;
-    plan.expect(m.layout(), n, key.data(), {lengths[0].data(), lengths[1].data()});
+    (void)plan.expect(m.layout(), n, key.data(), {lengths[0].data(), lengths[1].data()},
+                      m.layout().pages.count * m.layout().pages.bytes);
     Import import(m, counts.head, std::move(plan));
     import.place(n, columns);
     import.finish(counts, limiter, 0);
