@@ -54,6 +54,7 @@ class SlowShard:
         self._executor, self._answer = ThreadPoolExecutor(1), answer
         self._calls = ReplyCollector(lambda number, why: None, str)
         self.calls = self.coordinator = self
+        self.local = SimpleNamespace(shard=None)
         self.waiting, self.dropped = threading.Event(), []
 
     def update(self, number, keys, td):

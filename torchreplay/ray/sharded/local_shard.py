@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from torchreplay import _C
@@ -17,12 +19,16 @@ from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.runtime.session import logger
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.global_distribution import pack
-from torchreplay.ray.sharded.shard_sampler import Answer, ShardSampler
+from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport, ShardSampler
 from torchreplay.ray.sharded.shard_table import ShardEntry
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.segment.handle import Handle
-from torchreplay.segment.waits import Audience, Wait
+from torchreplay.segment.waits import NEVER, Audience, Wait
+
+if TYPE_CHECKING:
+    from torchreplay._C import DrawnFrom
+    from torchreplay.buffer.local_sampler import Into
 
 T = TypeVar("T")
 
@@ -78,8 +84,8 @@ class ShardBuffer(ReplayBuffer):
 class LocalShard:
     """One shard in this process's memory: what is drawn from it and fed back to it needs no message and no copy.
 
-    A thread of its own does both, in the order of the calls, as the shard's actor does for learners on other nodes. It
-    holds the interpreter lock only in between. The answer is None once this process has let go of the shard.
+    The calling thread does both. Answers are there at once, and are taken as those of other shards are. They are
+    cancelled once this process has let go of the shard.
 
     Raises:
         AttachError: It cannot be attached.
@@ -90,8 +96,7 @@ class LocalShard:
         self.buffer = attached_here(ShardBuffer, handle)
         self.buffer.number = number
         self._segment = local_sampler(self.buffer).segment
-        self._candidates = ShardSampler(self.buffer, number)
-        self._executor = ThreadPoolExecutor(1, "torchreplay-nearby")
+        self._candidates, self._base = ShardSampler(self.buffer, number), pack(number)
 
     @property
     def alive(self) -> bool:
@@ -117,24 +122,69 @@ class LocalShard:
             return 0
         return census["writers"] - census["others_writing"]
 
-    def draw(self, candidates: int, largest: float, layout: Layout, room: ReplayBatch | None) -> Future[Answer | None]:
+    def sample(self, n: int, beta: float, out: Into = None) -> tuple[ReplayBatch | None, DrawnFrom | None]:
+        """Draws a batch as a local buffer does, with its weights, and returns what it was drawn from.
+
+        No batch: it cannot be drawn now, or this process has let go of the shard.
+        """
+        try:
+            batch, told = self._segment.sample_told(n, beta, NEVER, out)
+        except RuntimeError:
+            if self._segment.closed:
+                return None, None
+            raise
+        return (None, None) if batch is None else (self.with_base(batch), told)
+
+    def with_base(self, batch: ReplayBatch) -> ReplayBatch:
+        """Makes a batch's keys the union's."""
+        if self._base:
+            batch["key"] += self._base
+        return batch
+
+    def feed_back(self, keys: torch.Tensor, td: Any) -> bool:
+        """Feeds back TD errors for keys of the union; returns whether all could be taken, else none is."""
+        try:
+            return self._segment.update(keys - self._base if self._base else keys, td)
+        except (RuntimeError, TypeError, ValueError):  # whoever looks at each of them says why
+            return False
+
+    def settle(self) -> None:
+        """Returns when all that was fed back is applied, also behind batches that are drawn ahead."""
+        with suppress(RuntimeError):  # closed by another thread
+            self._segment.settle(NEVER)
+
+    def limits(self, budget: Mapping[str, int]) -> Into:
+        """Returns a budget that was checked, as what a batch is drawn into."""
+        return local_sampler(self.buffer).limits(budget)
+
+    def prefetcher(self, batch_size: int) -> _C.Prefetcher:
+        """Returns a native thread that draws batches ahead."""
+        return _C.Prefetcher(self._segment, batch_size)
+
+    def report(self) -> ShardReport | None:
+        """Returns what it has to say of itself; None once its process is gone, or this one has let go of it."""
+        with suppress(RuntimeError):
+            if self.alive:
+                return self._candidates.look()
+        return None
+
+    def draw(self, candidates: int, largest: float, layout: Layout, room: ReplayBatch | None) -> Future[Answer]:
         """Draws candidates, into the first rows of `room` where it is given; then the answer has no block.
 
         Arguments as in `Shard.draw`.
         """
-        return self._submit(lambda: self._draw(candidates, largest, layout, room))
+        return self._answered(lambda: self._draw(candidates, largest, layout, room))
 
-    def gather(self, keys: NDArray[np.int64], layout: Layout) -> Future[Answer | None]:
+    def gather(self, keys: NDArray[np.int64], layout: Layout) -> Future[Answer]:
         """Finds items under keys of this shard's own, into a block."""
-        return self._submit(lambda: self._candidates.gather(keys, layout))
+        return self._answered(lambda: self._candidates.gather(keys, layout))
 
-    def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Future[int | None]:
+    def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Future[int]:
         """Feeds back TD errors for keys of this shard's own; both were checked. The answer is how many."""
-        return self._submit(lambda: self._update(keys, td))
+        return self._answered(lambda: self._update(keys, td))
 
     def close(self) -> None:
-        """Detaches from the shard; what is not done is not done any more. Writers that are held keep the memory."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        """Detaches from the shard. Writers that are held keep the memory."""
         self.buffer.close()
 
     def _draw(self, candidates: int, largest: float, layout: Layout, room: ReplayBatch | None) -> Answer:
@@ -145,23 +195,16 @@ class LocalShard:
         self._segment.update(keys, td)
         return len(keys)
 
-    def _submit(self, work: Callable[[], T]) -> Future[T | None]:
+    def _answered(self, work: Callable[[], T]) -> Future[T]:
+        answer = Future[T]()
         try:
-            return self._executor.submit(self._while_alive, work)
-        except RuntimeError:  # closed by another thread
-            nothing = Future[T | None]()
-            nothing.set_result(None)
-            return nothing
-
-    def _while_alive(self, work: Callable[[], T]) -> T | None:
-        try:
-            if self.alive:
-                return work()
-        except RuntimeError:
-            if self._segment.closed:
-                return None
-            raise
-        raise Gone("its process is gone")
+            if not self.alive:
+                raise Gone("its process is gone")
+            self._segment.settle(NEVER)
+            answer.set_result(work())
+        except Exception as error:
+            answer.set_exception(CancelledError() if self._segment.closed else error)
+        return answer
 
 
 class LocalAttachment:

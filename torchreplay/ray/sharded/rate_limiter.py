@@ -246,6 +246,13 @@ class LearnerLimiter:
                     self._before -= ahead.n
             ahead.rule = -1
 
+    def count_batch(self, n: int) -> None:
+        """Counts a batch of `n` items as ordered and handed out."""
+        with self._lock:
+            self._ordered += n
+            self.items += n
+            self.batches += 1
+
     def shorten(self, ahead: Round, n: int) -> None:
         """Counts all but `n` items of a round as given up."""
         with self._lock:

@@ -79,7 +79,7 @@ class Shard:
         """
         config, sampler = self._config, self._config.sampler
         if isinstance(sampler, Prioritized):
-            sampler = replace(sampler, beta=0.0, weights="none")
+            sampler = replace(sampler, beta=0.0)  # each draw says which
         self._buffer = ReplayBuffer(
             nest(config.fields),
             config.capacity,

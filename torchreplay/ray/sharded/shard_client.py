@@ -18,7 +18,7 @@ from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.coordinator_client import CoordinatorClient
 from torchreplay.ray.sharded.global_distribution import pack, unpack
-from torchreplay.ray.sharded.local_shard import LocalAttachment
+from torchreplay.ray.sharded.local_shard import LocalAttachment, LocalShard
 from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, LearnerReport, Rule
 from torchreplay.ray.sharded.remote_shard import RemoteAttachment
@@ -234,6 +234,24 @@ class ShardClient:
 
     # Orders, keys, and feedback
 
+    def alone(self) -> LocalShard | None:
+        """Returns the shard on this node, where it is the only one and nobody has to be asked for a draw; else None.
+
+        Now and then it is heard as the others are, and the coordinator is told of it.
+        """
+        here, table = self.local.shard, self.table
+        if here is None or len(table.entries) != 1 or here.number not in table.entries or self.closed:
+            return None
+        if time.monotonic() - self._reported_at >= REPORT_SECONDS:
+            self.coordinator.require_own_process()
+            figures = here.report()
+            if figures is None:  # a round of calls finds out what it means
+                return None
+            self._note({here.number: (figures, None)})
+            self.report()
+            self.refresh()
+        return here
+
     def order(
         self, candidates: Mapping[int, int], layout: Layout | None = None, room: ReplayBatch | None = None
     ) -> dict[int, Any]:
@@ -245,16 +263,15 @@ class ShardClient:
         self.coordinator.require_own_process()
         largest = self.limiter.largest
         with self._lock:
-            entries, local = self.table.entries, self.local.shard
-            calls: dict[int, Any] = {}
-            for number, count in candidates.items():
-                if number not in entries:
-                    continue
-                if layout is not None and local is not None and number == local.number:
-                    calls[number] = local.draw(count, largest, layout, room)
-                else:
-                    calls[number] = entries[number].actor.draw.remote(count, largest)
-            return calls
+            entries, local = self.table.entries, self.local.shard if layout is not None else None
+            calls: dict[int, Any] = {
+                number: entries[number].actor.draw.remote(count, largest)
+                for number, count in candidates.items()
+                if number in entries and (local is None or number != local.number)
+            }
+        if layout is not None and local is not None and local.number in candidates:  # while the others are asked
+            calls[local.number] = local.draw(candidates[local.number], largest, layout, room)
+        return calls
 
     def gather(self, keys: Mapping[int, NDArray[np.int64]], layout: Layout) -> Answers:
         """Returns what all shards have to say of themselves, and the items that they find; those lost are left out.

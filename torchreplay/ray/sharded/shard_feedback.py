@@ -33,6 +33,8 @@ class ShardFeedback:
 
     def send(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
         """Does what `ShardedReplay.update_priorities` does."""
+        if self._feed_back_here(batch_or_keys, td):
+            return
         keys = self.checked_keys(batch_or_keys)
         if isinstance(td, torch.Tensor) and td.is_cuda:
             require_one_each(td, len(keys))
@@ -46,6 +48,16 @@ class ShardFeedback:
             self._deferred.flush()
         finally:
             self._send(keys, errors)
+
+    def _feed_back_here(self, batch_or_keys: ReplayBatch | Any, td: Any) -> bool:
+        """Feeds back to the only shard, if it is on this node, as to a local buffer; returns whether it could."""
+        here = self._shards.alone()
+        if here is None or self._deferred.waiting or (isinstance(td, torch.Tensor) and td.is_cuda):
+            return False
+        if self._calls:
+            self.hear(0)
+        keys = keys_of(batch_or_keys, self._nonce) if isinstance(batch_or_keys, dict) else batch_or_keys
+        return isinstance(keys, torch.Tensor) and here.feed_back(keys, td)
 
     def apply_arrived(self) -> None:
         """Sends those TD errors that have come from a device.
@@ -62,6 +74,8 @@ class ShardFeedback:
             self._deferred.flush()
         finally:
             self.hear(0)
+            if (here := self._shards.local.shard) is not None:
+                here.settle()
 
     def _apply(self, keys: torch.Tensor, td: torch.Tensor) -> None:
         self._send(keys.numpy(), checked_errors("the TD errors", td, len(keys)))

@@ -251,6 +251,9 @@ class ShardedReplay(Replay):
         self._require_open()
         limits = None if budget is None else self._sampler.checked_budget(budget)
         self._feedback.apply_arrived()
+        if limits is None and (drawn := self._sampler.draw_here(batch_size, beta)) is not None:
+            batch = self._sampler.finished(drawn[0])
+            return batch if device is None else batch.to(device)
         wait = Wait(self._shards, timeout)
         try:
             batch = self._sampler.draw(batch_size, beta, wait, limits)

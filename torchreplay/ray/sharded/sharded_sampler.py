@@ -8,12 +8,13 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import islice
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from torchreplay import _C
 from torchreplay.buffer.base import MAX_BATCH, BatchSource, Pin, StreamSpec
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.cuda.copies import DeviceCopies
@@ -21,6 +22,7 @@ from torchreplay.cuda.staging import Staging
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.global_distribution import GlobalDistribution, as_keys, unpack
+from torchreplay.ray.sharded.local_shard import LocalShard
 from torchreplay.ray.sharded.rate_limiter import Round
 from torchreplay.ray.sharded.sample_request import LEAST_SLACK, SampleRequest
 from torchreplay.ray.sharded.shard_client import REPORTS, ShardClient
@@ -30,6 +32,10 @@ from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import Schedule, value_of
 from torchreplay.segment.waits import Wait
 from torchreplay.validation import checked_int
+
+if TYPE_CHECKING:
+    from torchreplay._C import DrawnFrom
+    from torchreplay.buffer.local_sampler import Into
 
 POLL: Final = 0.02
 """Seconds between two looks at the shards while too few items are in."""
@@ -54,6 +60,7 @@ class ShardedSampler(BatchSource):
         self._lock = threading.RLock()
         self._made = self._next = self._under_way = 0  # batches, the next round's number, and rounds that are neither
         self._slack = 1.0
+        self._open_under = -1  # the number of the limiter that admits all draws from now on
         self._stream: int | None = None
 
     @property
@@ -116,6 +123,38 @@ class ShardedSampler(BatchSource):
         self.shards.report(most=REPORTS)  # there may be no next one for long
         return batch
 
+    def here(self) -> LocalShard | None:
+        """Returns the only shard, where it is on this node and admits whatever it has; None: shards are to be asked."""
+        if self._open_under < 0 or self._open_under != self.shards.limiter.rule.number:
+            return None
+        return self.shards.alone()
+
+    def exponent(self, beta: Schedule | None = None, ahead: int = 0) -> float:
+        """Returns the exponent of the weights of a batch that comes after `ahead` others: `beta`, or the sampler's."""
+        given = self._sampler.beta if beta is None else beta
+        if given.__class__ is float and beta is None:
+            return given
+        return value_of(given, self.shards.limiter.steps + ahead)
+
+    def draw_here(self, n: int, beta: Schedule | None, out: Into = None) -> tuple[ReplayBatch, DrawnFrom] | None:
+        """Draws from the only shard as a local buffer does, and returns what from; None: shards are to be asked."""
+        here = self.here()
+        if here is None or n.__class__ is not int or not 0 < n <= MAX_BATCH:
+            return None
+        batch, told = here.sample(n, self.exponent(beta), out)
+        if batch is None or told is None:
+            return None
+        self.count(batch)
+        return batch, told
+
+    def count(self, batch: ReplayBatch) -> None:
+        """Counts a batch of the only shard as drawn, and signs it."""
+        with self._lock:
+            self._made += 1
+            self._next += 1
+        self.shards.limiter.count_batch(len(batch["key"]))
+        batch.source = self.nonce
+
     def gather(self, keys: Any) -> ReplayBatch:
         """Does what `ShardedReplay.gather` does."""
         asked = as_keys(keys)
@@ -170,6 +209,9 @@ class ShardedSampler(BatchSource):
         checked_int("batch_size", n, 1, MAX_BATCH)
         if not self.admits_now(n):
             self._wait_for_rows(n, wait)
+        rule = self.shards.limiter.rule
+        if not rule.divides:  # what has come suffices for as long as this limiter is kept to
+            self._open_under = rule.number
         return self.begin(n, wait, place)
 
     def begin(self, n: int, wait: Wait, place: ReplayBatch | None = None) -> SampleRequest:
@@ -205,18 +247,22 @@ class ShardedSampler(BatchSource):
         """
         batch = None
         try:
-            exponent = value_of(self._sampler.beta if beta is None else beta, self.shards.limiter.steps)
-            batch = ordered.finish(self._sampler, exponent, wait, budget)
+            batch = ordered.finish(self._sampler, self.exponent(beta), wait, budget)
             if budget and batch is not None:
                 self.shards.limiter.shorten(ordered.round, batch.batch_size)
         finally:
             ordered.round.drawn = batch is not None
             self._end(ordered.round)
         self._slack = min(1.0, self._slack * 4) if ordered.asked_again else max(LEAST_SLACK, self._slack * 0.75)
-        if batch is not None:
-            batch.source = self.nonce
-            if finish and self._finish is not None:
-                self._finish(batch)
+        if batch is None:
+            return None
+        batch.source = self.nonce
+        return self.finished(batch, finish)
+
+    def finished(self, batch: ReplayBatch, finish: bool = True) -> ReplayBatch:
+        """Returns a batch with what the view computes, where `finish` says so."""
+        if finish and self._finish is not None:
+            self._finish(batch)
         return batch
 
     def forget(self, ordered: SampleRequest) -> None:
@@ -291,6 +337,8 @@ class SampleRequestStream:
         self._prefetch, self._timeout, self._waiting = spec.prefetch, spec.timeout, spec.waiting
         self._finishes = spec.staging is None or not spec.prefetch
         self._ahead: deque[SampleRequest] = deque()
+        self._here: tuple[LocalShard, _C.Prefetcher] | None = None  # the only shard, and what draws from it ahead
+        self._ordered = 0  # of that, and not taken
 
     def __iter__(self) -> SampleRequestStream:
         return self
@@ -323,18 +371,18 @@ class SampleRequestStream:
 
     @property
     def ready(self) -> int:
-        """0: no batch is made before it is asked for.
+        """How many batches are drawn ahead, of the only shard.
 
         The caller wants to know how many lie in the memory of the staging, to copy the next one to the device from
         there. A round whose answers have all come does not count: its batch is chosen from the candidates only when it
         is put together.
         """
-        return 0
+        return 0 if self._here is None else self._here[1].ready()
 
     @property
     def answered(self) -> int:
         """How many of the next rounds have all their answers."""
-        count = 0
+        count = self.ready
         for ahead in self._ahead:
             if not self._sampler.shards.calls.are_there(ahead.calls.values()):
                 break
@@ -343,10 +391,56 @@ class SampleRequestStream:
 
     def close(self) -> None:
         """Forgets the rounds under way."""
+        self._leave()
         while self._ahead:
             self._sampler.forget(self._ahead.pop())
 
+    def _leave(self) -> None:
+        """Draws ahead from the only shard no more; batches that were drawn have not been."""
+        here, self._here, self._ordered = self._here, None, 0
+        if here is not None:
+            here[1].close()
+
+    def _take_here(self, wait: Wait) -> ReplayBatch | None:
+        """Returns the next batch of the only shard, as a local buffer gives it; None: shards are to be asked."""
+        here = self._sampler.here()
+        if self._here is not None and self._here[0] is not here:
+            self._leave()
+        if here is None:
+            return None
+        if self._prefetch == 0:
+            drawn = self._sampler.draw_here(self._batch_size, None, self._place(here))
+            if drawn is None:
+                return None
+            batch, told = drawn
+        else:
+            self._here = self._here or (here, here.prefetcher(self._batch_size))
+            ahead = self._here[1]
+            while self._ordered < self._most:
+                ahead.order(self._sampler.exponent(None, self._ordered), self._place(here))
+                self._ordered += 1
+            while (taken := ahead.take(wait.slice_ns())) is None:
+                if wait.expired:
+                    raise ReplayTimeout(f"no batch of {self._batch_size:,} in time: its lock does not come free")
+            if taken.__class__ is not ReplayBatch:  # why there is none is found out by a round of calls
+                self._leave()
+                return None
+            self._ordered -= 1
+            batch, told = here.with_base(taken), ahead.drawn_from
+            self._sampler.count(batch)
+        self.drawn_from = TreeSummary(*told)
+        return self._sampler.finished(batch, self._finishes)
+
+    def _place(self, here: LocalShard) -> Into:
+        return here.limits(self._spec.budget) if self._spec.budget else self._spec.place()
+
+    @property
+    def _most(self) -> int:
+        return self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)
+
     def _take(self, wait: Wait) -> ReplayBatch | None:
+        if not self._ahead and (batch := self._take_here(wait)) is not None:
+            return batch
         self._order(wait)
         # They travel while this batch is made, and while its user works.
         self._sampler.shards.calls.fetch(
@@ -359,10 +453,9 @@ class SampleRequestStream:
         return batch
 
     def _order(self, wait: Wait) -> None:
-        most = self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)
         if not self._ahead:
             self._ahead.append(self._sampler.order(self._batch_size, wait, self._spec.place()))
-        while len(self._ahead) < most and self._sampler.admits_now(self._batch_size):
+        while len(self._ahead) < self._most and self._sampler.admits_now(self._batch_size):
             self._ahead.append(self._sampler.begin(self._batch_size, wait, self._spec.place()))
         self._sampler.shards.report()
 
