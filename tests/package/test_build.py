@@ -30,8 +30,11 @@ def clone(tmp_path):
     return tree
 
 
-def hook(clone, name, before="", **environment):
-    """Runs a hook of the build as pip does, where setuptools alone is installed, and what `packages` has."""
+def hook(clone, name, before="", installed_to="/nowhere", **environment):
+    """Runs a hook of the build as pip does, where setuptools alone is installed, and what `packages` has.
+
+    `installed_to` is the environment's own place of packages, which pip hides from the path of an isolated build.
+    """
     there = clone.parent / "packages"
     there.mkdir(exist_ok=True)
     for found in (PACKAGES / "_distutils_hack", *PACKAGES.glob("setuptools*")):
@@ -41,9 +44,11 @@ def hook(clone, name, before="", **environment):
         import sys
         sys.path += [".", {str(there)!r}]
         import sysconfig
+        path_of = sysconfig.get_path
+        sysconfig.get_path = lambda name: {str(installed_to)!r} if name.endswith("lib") else path_of(name)
         from setuptools import build_meta
         {before}
-        build_meta.{name}({str(clone.parent / "out")!r})
+        print(build_meta.{name}(*[{str(clone.parent / "out")!r}] * {not name.startswith("get_")}))
     """
     (clone.parent / "out").mkdir(exist_ok=True)
     env = {"PATH": os.environ["PATH"], **environment}
@@ -59,13 +64,14 @@ def compiler_of(tmp_path, macros):
     return str(place)
 
 
-def torch_of(clone, version):
+def torch_of(clone, version, where="packages"):
     """An installed torch of this version, with nothing in it."""
-    info = clone.parent / "packages" / f"torch-{version}.dist-info"
+    info = clone.parent / where / f"torch-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Name: torch\nVersion: {version}\n")
     (info.parent / "torch").mkdir()
     (info.parent / "torch" / "__init__.py").touch()
+    return info.parent
 
 
 HOOKS = ["prepare_metadata_for_build_wheel", "build_wheel", "build_editable"]
@@ -84,8 +90,24 @@ def refusal(done):
 @pytest.mark.parametrize("name", HOOKS)
 def test_an_environment_without_torch_is_told_how_to_build_before_anything_is_copied(clone, name):
     said = refusal(hook(clone, name))
-    assert "build in an isolated environment" in said
-    assert "pip install --no-build-isolation ." in said
+    assert "this environment has none" in said
+    assert "pip install ." in said
+
+
+REQUIREMENTS = "get_requires_for_build_wheel"
+
+
+def test_an_isolated_build_asks_for_torch_where_there_is_none(clone):
+    done = hook(clone, REQUIREMENTS)
+    assert done.stdout.splitlines()[-1] == "['torch>=2.11']", done.stderr
+
+
+def test_an_isolated_build_compiles_against_the_torch_of_the_environment_that_it_is_installed_into(clone):
+    there = torch_of(clone, "2.11.0", "site-packages")
+    asked = hook(clone, REQUIREMENTS, installed_to=there)
+    assert asked.stdout.splitlines()[-1] == "[]", asked.stderr
+    described = hook(clone, HOOKS[0], installed_to=there)
+    assert described.returncode == 0, described.stderr
 
 
 def test_an_old_torch_is_named(clone):
