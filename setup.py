@@ -92,7 +92,7 @@ def torch_directory() -> Path | None:
 def requirements() -> list[str]:
     """What a build asks for: torch, where the environment that is installed into has none to compile against.
 
-    Any torch will do, since the modules keep to its stable ABI. uv hides that environment, and takes torch from its cache.
+    Any torch will do, since the modules keep to its stable ABI. uv hides that environment, and has torch in its cache.
     """
     asked = sys.argv[1:2] == ["egg_info"]  # only then setuptools' backend does nothing else with the answer
     return [NEEDS_TORCH] if NATIVE and asked and torch_directory() is None else []
