@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import setuptools
+import yaml
 from paths import ROOT
 
 PACKAGES = Path(setuptools.__file__).parent.parent
@@ -170,3 +171,28 @@ def test_an_installation_leaves_compiled_modules_in_the_clone(clone):
     wheel = next(clone.parent.glob("*.whl"))
     assert modules == {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")}
     assert all((clone / name).is_file() for name in modules)
+
+
+def release_check(*arguments):
+    command = [sys.executable, ROOT / ".ci" / "release_check.py", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_a_release_whose_tag_is_not_the_version_is_refused_before_anything_is_built():
+    done = release_check("--tag", "v99.0")
+    assert done.returncode == 1
+    assert re.fullmatch(r"the tag v99\.0 is not that of version (\S+): expected v\1\n", done.stderr)
+
+
+def test_what_a_release_uploads_has_been_tried_before():
+    release, wheels = (
+        yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text()) for name in ("release", "wheels")
+    )
+    job = release["jobs"]["release"]
+    assert job["needs"] == "dist"
+    assert release["jobs"]["dist"]["uses"] == "./.github/workflows/wheels.yml"
+    tried, kept = wheels["jobs"]["wheel"]["steps"][-2:]
+    assert "make release-check" in tried["run"]
+    fetched = next(step["with"] for step in job["steps"] if "download-artifact" in step.get("uses", ""))
+    assert kept["with"] == fetched
+    assert job["steps"][-1]["if"] == "github.ref_type == 'tag'"
