@@ -8,7 +8,6 @@ TORCHREPLAY_FAULTS=1 in the environment: `_C` alone, with the fault points of cp
 TORCHREPLAY_NATIVE=0: neither; the Makefile compiles in place, and wants no second compilation for `pip install -e`.
 """
 
-import importlib.util
 import os
 import re
 import shlex
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 from glob import glob
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 
 import setuptools
@@ -38,9 +37,10 @@ NATIVE = os.environ.get("TORCHREPLAY_NATIVE") != "0"
 
 
 OLDEST_SETUPTOOLS, OLDEST_TORCH, OLDEST_GCC = 77, (2, 11), 11
+NEEDS_TORCH = f"torch>={OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}"
 INSTALL = (
-    'Install torch and "setuptools>=77" first. Then run in the clone: pip install --no-build-isolation . '
-    "(or: uv pip install --no-build-isolation .)"
+    "Run in the clone: pip install . (or: uv pip install .). With --no-build-isolation, install torch and "
+    '"setuptools>=77" before'
 )
 
 
@@ -57,13 +57,11 @@ def check_environment() -> None:
 
 def check_torch() -> None:
     """Ends with a sentence where there is no torch to build against."""
-    if importlib.util.find_spec("torch") is None:
-        sys.exit(
-            "torchreplay is compiled against your torch (2.11 or later), and this environment has none: pip and uv "
-            f"build in an isolated environment unless they are told not to. {INSTALL}"
-        )
-    found = version("torch")
-    if tuple(int(n) for n in re.findall(r"\d+", found)[:2]) < OLDEST_TORCH:
+    if torch_directory() is None:
+        sys.exit(f"torchreplay is compiled against torch 2.11 or later, and this environment has none. {INSTALL}")
+    named = next(iter(distributions(name="torch", path=places_of_torch())), None)
+    found = named.version if named else "unknown"
+    if named and tuple(int(n) for n in re.findall(r"\d+", found)[:2]) < OLDEST_TORCH:
         sys.exit(f"torch {found} is too old: torchreplay needs torch 2.11 or later. {INSTALL}")
 
 
@@ -80,12 +78,24 @@ def check_compiler() -> None:
         sys.exit(f"{compiler} is of version {found[1]}: torchreplay needs g++ 11 or later. CXX=g++-12 names another")
 
 
-def torch_directory() -> Path:
+def places_of_torch() -> list[str]:
+    """Where torch may lie: on the path, and where pip installs to, which its isolated builds hide from the path."""
+    return [*sys.path, sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]
+
+
+def torch_directory() -> Path | None:
     """The installed torch, found without the seconds that importing it takes."""
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
+    found = (Path(place, "torch") for place in places_of_torch())
+    return next((directory for directory in found if (directory / "__init__.py").is_file()), None)
+
+
+def requirements() -> list[str]:
+    """What a build asks for: torch, where the environment that is installed into has none to compile against.
+
+    Any torch will do, since the modules keep to its stable ABI. uv hides that environment, and has torch in its cache.
+    """
+    asked = sys.argv[1:2] == ["egg_info"]  # only then setuptools' backend does nothing else with the answer
+    return [NEEDS_TORCH] if NATIVE and asked and torch_directory() is None else []
 
 
 class DescribeWhereItBuilds(dist_info):
@@ -118,6 +128,7 @@ class BuildAgainstTorch(build_ext):
     def build_extensions(self) -> None:
         check_environment()
         torch = torch_directory()
+        assert torch is not None
         for extension in self.extensions:
             # -isystem: the warnings are for our own code.
             extension.extra_compile_args += ["-isystem", str(torch / "include")]
@@ -154,6 +165,7 @@ OPERATORS = Extension(
 )
 
 setup(
+    setup_requires=requirements(),
     ext_modules=[CALLS, *([] if FAULTS else [OPERATORS])] if NATIVE else [],
     cmdclass={"build": BuildAfterChecks, "build_ext": BuildAgainstTorch, "dist_info": DescribeWhereItBuilds},
     options={"build_ext": {"parallel": 2}, "bdist_wheel": {"py_limited_api": "cp311"}},

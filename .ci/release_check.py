@@ -37,6 +37,19 @@ def run(*command: str | Path, cwd: Path | None = None, env: dict[str, str] | Non
     return done.stdout
 
 
+def check_tag(tag: str) -> None:
+    """Checks that a tag is `v` and the version, and that the changelog has it.
+
+    Raises:
+        SystemExit: It is not, or has not.
+    """
+    version = re.findall(r'(?m)^version = "(.+)"', (ROOT / "pyproject.toml").read_text())[0]
+    if tag != f"v{version}":
+        sys.exit(f"the tag {tag} is not that of version {version}: expected v{version}")
+    if not re.search(rf"(?m)^## \[?{re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text()):
+        sys.exit(f"CHANGELOG.md has no entry for {version}")
+
+
 def make_sdist(directory: Path) -> Path:
     """Returns the sdist of this tree."""
     run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", directory, ROOT)
@@ -112,7 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("pythons", nargs="*", default=[sys.executable], help="interpreters to try the wheel with")
     parser.add_argument("--torch", action="append", default=[], help="a version to try it with too, such as 2.11")
+    parser.add_argument("--tag", help="a tag that must be that of the version, such as v0.1.0")
     options = parser.parse_args(arguments)
+    if options.tag:
+        check_tag(options.tag)
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     sdist = make_sdist(dist)

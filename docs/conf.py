@@ -2,6 +2,7 @@
 
 import re
 from importlib.util import find_spec
+from pathlib import Path
 from textwrap import indent
 from typing import Any
 
@@ -34,6 +35,7 @@ pygments_dark_style = "github-dark"
 html_theme_options = {"top_of_page_buttons": []}
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).with_name("static") / "scorer.js")
 
 
 def as_markup(app: Any, what: str, name: str, it: Any, options: Any, lines: list[str]) -> None:

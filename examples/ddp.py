@@ -109,6 +109,7 @@ def make_buffer(args: Args) -> tr.ReplayBuffer:
         view=tr.Transitions(args.n_step, args.gamma),
         limiter=tr.SamplesPerInsert(args.samples_per_insert, args.learning_starts),
         seed=args.seed,
+        name="CartPole",
     )
 
 

@@ -161,8 +161,9 @@ def main(args: Args) -> None:
 
     sampler = tr.Prioritized(args.alpha, tr.LinearSchedule(args.beta, 1.0, args.total_steps))
     view = tr.Transitions(n_step=args.n_step, gamma=args.gamma)
-    online = tr.ReplayBuffer(SPEC, args.capacity, sampler=sampler, view=view, seed=args.seed)
-    demonstration = tr.ReplayBuffer(SPEC, args.size + 1, sampler=sampler, view=view, seed=args.seed + 1)
+    online = tr.ReplayBuffer(SPEC, args.capacity, sampler=sampler, view=view, seed=args.seed, name="online")
+    options = {"sampler": sampler, "view": view, "seed": args.seed + 1, "name": "demonstration"}
+    demonstration = tr.ReplayBuffer(SPEC, args.size + 1, **options)
     demonstration.extend(**sea.dive(sea.guide, divers=1))
     online.extend(**sea.dive(q.act, args.divers, epsilon=1.0))
     shares = {buffer: share for buffer, share in ((online, 1 - args.share), (demonstration, args.share)) if share}

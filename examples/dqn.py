@@ -115,6 +115,7 @@ def main(args: Args) -> None:
         view=tr.Transitions(args.n_step, args.gamma),
         sampler=tr.Prioritized(args.alpha, tr.LinearSchedule(args.beta, 1.0, args.total_steps)),
         seed=args.seed,
+        name="CartPole",
     )
     q = QNetwork()
     target = copy.deepcopy(q).requires_grad_(False)

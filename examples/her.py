@@ -207,7 +207,7 @@ def train(args: Args) -> list[dict[str, Any]]:
         view = tr.Transitions(gamma=args.gamma)
     else:
         view = tr.Hindsight(compute_reward, strategy=args.strategy, share=args.share, gamma=args.gamma)
-    buffer = tr.ReplayBuffer(SPEC, args.capacity, view=view, seed=args.seed)
+    buffer = tr.ReplayBuffer(SPEC, args.capacity, view=view, seed=args.seed, name="Reacher")
     arms, judged = (gym.make_vec("Reacher-v5", num_envs=n) for n in (args.num_envs, args.eval_episodes))
     curves = SummaryWriter(f"runs/her-seed{args.seed}", purge_step=0) if args.tensorboard else None
     monitor, began = tr.Monitor(buffer, curves), time.monotonic()

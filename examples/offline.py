@@ -84,7 +84,7 @@ def record(path: Path, args: Args) -> float:
     rng = np.random.default_rng(args.seed)
     env = gymnasium.make("CartPole-v1")
     returns = []
-    with tr.ReplayBuffer(tr.spec_from_env(env), 501 * args.episodes, view=tr.Transitions()) as buffer:
+    with tr.ReplayBuffer(tr.spec_from_env(env), 501 * args.episodes, view=tr.Transitions(), name="recorded") as buffer:
         with buffer.writer() as writer:
             for episode in range(args.episodes):
                 obs, _ = env.reset(seed=args.seed * args.episodes + episode)
@@ -123,12 +123,13 @@ def filled_buffer(path: Path, view: tr.Transitions, seed: int) -> tr.ReplayBuffe
         if "observations" in file:
             flat = tr.episodes_from_flat(file)
             print(flat, file=sys.stderr)
-            buffer = tr.ReplayBuffer(tr.spec_from_env(gymnasium.make("CartPole-v1")), flat.rows, view=view, seed=seed)
+            spec = tr.spec_from_env(gymnasium.make("CartPole-v1"))
+            buffer = tr.ReplayBuffer(spec, flat.rows, view=view, seed=seed, name="recorded")
             for episode in flat:
                 buffer.extend(**episode)
             return buffer
     rows = sum(len(episode["obs"]) for episode in minari.episodes(path))
-    buffer = tr.ReplayBuffer(minari.spec_of(path), rows, view=view, seed=seed)
+    buffer = tr.ReplayBuffer(minari.spec_of(path), rows, view=view, seed=seed, name="recorded")
     minari.read(path, buffer)
     return buffer
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import setuptools
+import yaml
 from paths import ROOT
 
 PACKAGES = Path(setuptools.__file__).parent.parent
@@ -30,8 +31,11 @@ def clone(tmp_path):
     return tree
 
 
-def hook(clone, name, before="", **environment):
-    """Runs a hook of the build as pip does, where setuptools alone is installed, and what `packages` has."""
+def hook(clone, name, before="", installed_to="/nowhere", **environment):
+    """Runs a hook of the build as pip does, where setuptools alone is installed, and what `packages` has.
+
+    `installed_to` is the environment's own place of packages, which pip hides from the path of an isolated build.
+    """
     there = clone.parent / "packages"
     there.mkdir(exist_ok=True)
     for found in (PACKAGES / "_distutils_hack", *PACKAGES.glob("setuptools*")):
@@ -41,9 +45,11 @@ def hook(clone, name, before="", **environment):
         import sys
         sys.path += [".", {str(there)!r}]
         import sysconfig
+        path_of = sysconfig.get_path
+        sysconfig.get_path = lambda name: {str(installed_to)!r} if name.endswith("lib") else path_of(name)
         from setuptools import build_meta
         {before}
-        build_meta.{name}({str(clone.parent / "out")!r})
+        print(build_meta.{name}(*[{str(clone.parent / "out")!r}] * {not name.startswith("get_")}))
     """
     (clone.parent / "out").mkdir(exist_ok=True)
     env = {"PATH": os.environ["PATH"], **environment}
@@ -59,13 +65,14 @@ def compiler_of(tmp_path, macros):
     return str(place)
 
 
-def torch_of(clone, version):
+def torch_of(clone, version, where="packages"):
     """An installed torch of this version, with nothing in it."""
-    info = clone.parent / "packages" / f"torch-{version}.dist-info"
+    info = clone.parent / where / f"torch-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Name: torch\nVersion: {version}\n")
     (info.parent / "torch").mkdir()
     (info.parent / "torch" / "__init__.py").touch()
+    return info.parent
 
 
 HOOKS = ["prepare_metadata_for_build_wheel", "build_wheel", "build_editable"]
@@ -84,8 +91,24 @@ def refusal(done):
 @pytest.mark.parametrize("name", HOOKS)
 def test_an_environment_without_torch_is_told_how_to_build_before_anything_is_copied(clone, name):
     said = refusal(hook(clone, name))
-    assert "build in an isolated environment" in said
-    assert "pip install --no-build-isolation ." in said
+    assert "this environment has none" in said
+    assert "pip install ." in said
+
+
+REQUIREMENTS = "get_requires_for_build_wheel"
+
+
+def test_an_isolated_build_asks_for_torch_where_there_is_none(clone):
+    done = hook(clone, REQUIREMENTS)
+    assert done.stdout.splitlines()[-1] == "['torch>=2.11']", done.stderr
+
+
+def test_an_isolated_build_compiles_against_the_torch_of_the_environment_that_it_is_installed_into(clone):
+    there = torch_of(clone, "2.11.0", "site-packages")
+    asked = hook(clone, REQUIREMENTS, installed_to=there)
+    assert asked.stdout.splitlines()[-1] == "[]", asked.stderr
+    described = hook(clone, HOOKS[0], installed_to=there)
+    assert described.returncode == 0, described.stderr
 
 
 def test_an_old_torch_is_named(clone):
@@ -148,3 +171,28 @@ def test_an_installation_leaves_compiled_modules_in_the_clone(clone):
     wheel = next(clone.parent.glob("*.whl"))
     assert modules == {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")}
     assert all((clone / name).is_file() for name in modules)
+
+
+def release_check(*arguments):
+    command = [sys.executable, ROOT / ".ci" / "release_check.py", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_a_release_whose_tag_is_not_the_version_is_refused_before_anything_is_built():
+    done = release_check("--tag", "v99.0")
+    assert done.returncode == 1
+    assert re.fullmatch(r"the tag v99\.0 is not that of version (\S+): expected v\1\n", done.stderr)
+
+
+def test_what_a_release_uploads_has_been_tried_before():
+    release, wheels = (
+        yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text()) for name in ("release", "wheels")
+    )
+    job = release["jobs"]["release"]
+    assert job["needs"] == "dist"
+    assert release["jobs"]["dist"]["uses"] == "./.github/workflows/wheels.yml"
+    tried, kept = wheels["jobs"]["wheel"]["steps"][-2:]
+    assert "make release-check" in tried["run"]
+    fetched = next(step["with"] for step in job["steps"] if "download-artifact" in step.get("uses", ""))
+    assert kept["with"] == fetched
+    assert job["steps"][-1]["if"] == "github.ref_type == 'tag'"

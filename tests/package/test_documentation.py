@@ -25,8 +25,9 @@ from paths import ROOT
 import torchreplay as tr
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-GUIDES = [page for page in PAGES if page.name != "benchmarks.md"] + [ROOT / "examples" / "README.md"]
-REFERENCE = "\n".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+RECORDS = {"benchmarks.md", "measurements.md", "measurements_parts.md"}
+GUIDES = [page for page in PAGES if page.name not in RECORDS] + [ROOT / "examples" / "README.md"]
+REFERENCE = "\n".join(path.read_text() for path in (ROOT / "docs" / "api").rglob("*.md"))
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,20 @@ def test_a_guide_is_no_diary(page):
     assert not re.findall(
         r"(?i)beside (?:other|another) (?:work|run\b)|other work beside|had never seen the library", text
     )
+    assert not re.findall(
+        r"\b20\d\d-\d\d-\d\d\b|\b\d{1,2} (?:January|February|March|April|May|June|July|August"
+        r"|September|October|November|December) 20\d\d\b",
+        text,
+    )
+
+
+def test_the_first_program_of_the_readme_ends_on_the_first_screen():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    begin = next(at for at, line in enumerate(lines) if line.startswith("```python"))
+    end = lines.index("```", begin)
+    assert end + 1 <= 40
+    assert end - begin - 1 <= 20
+    assert len(lines) <= 200
 
 
 def test_nothing_is_tracked_that_git_ignores():
