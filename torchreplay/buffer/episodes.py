@@ -113,7 +113,7 @@ def _links(segment: _C.Segment, capacity: int) -> tuple[NDArray[np.int64], NDArr
     room = np.empty(slots * -(-ROW_PLACE // 8), np.int64)
     parts = []
     for first in range(0, capacity, slots):
-        n = segment.pack_rows(first, min(first + slots, capacity), room.data.cast("B"), False)
+        _, n, _, _ = segment.pack_rows(first, min(first + slots, capacity), room.data.cast("B"), False)
         parts.append((room[:n].copy(), room[n : 2 * n].copy()))  # the widest come first: keys, links
     key, link = (np.concatenate(column) for column in zip(*parts, strict=True))
     return key, link
