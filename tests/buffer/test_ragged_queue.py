@@ -185,6 +185,20 @@ def test_a_claim_that_fails_goes_back_with_its_values_and_nobody_takes_their_byt
         assert numbers_of(buffer.sample(4), lengths) == [4, 5, 6, 7]
 
 
+def test_a_claim_with_a_budget_has_the_oldest_within_it_and_the_others_stay():
+    lengths = [100, 150, 100, 900]
+    with queue(1 << 14, 16, TEXT) as buffer:
+        buffer.extend(text=[text(k, n) for k, n in enumerate(lengths)], number=list(range(4)))
+        for expected in ([0, 1], [2]):
+            with buffer.claim(4, budget={"text": 300}) as batch:
+                assert numbers_of(batch, lengths) == expected
+        with pytest.warns(RuntimeWarning, match="the budget is 300"), buffer.claim(1, budget={"text": 300}) as batch:
+            assert numbers_of(batch, lengths) == [3]
+        with pytest.raises(ValueError, match="budget names 'number', which is no ragged field"):
+            buffer.claim(1, budget={"number": 300}).__enter__()
+        assert buffer.num_items == 0
+
+
 def test_the_oldest_are_dropped_and_counted_when_their_bytes_are_taken_again():
     random = np.random.default_rng(0)
     with queue(2048, 40, when_full="drop_oldest") as buffer, buffer.writer() as writer:
