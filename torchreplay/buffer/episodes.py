@@ -133,7 +133,9 @@ def _copied(
     values = _ragged_values(segment, fields, slots)
     if values is None:
         return None
-    rows = [values[i] if i in values else segment.column(i)[slots] for i in range(len(fields))]
+    rows: list[torch.Tensor | list[torch.Tensor]] = [
+        values[i] if i in values else segment.column(i)[slots] for i in range(len(fields))
+    ]
     segment.refresh(NEVER, False)  # forgets rows that were overwritten until now
     whole = bool((segment.column(-2)[slots] == torch.from_numpy(keys + 1)).all())
     if values and whole:
