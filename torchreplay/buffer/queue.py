@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from torchreplay.buffer.base import MAX_BATCH
+from torchreplay.buffer.base import MAX_BATCH, BatchSource
 from torchreplay.buffer.jams import LearnerJam
 from torchreplay.buffer.local_sampler import Into, Limits, Sample
 from torchreplay.schema.batch import ReplayBatch, keys_of
@@ -136,15 +136,17 @@ class Queue(Configured):
             2
         """
         self._require_queue("claim()")
-        checked = None if budget is None else self._sampler.checked_budget(budget)
-        limits = None if checked is None else self._sampler.limits(checked)
+        sampler = self._sampler
+        assert isinstance(sampler, BatchSource)
+        checked = None if budget is None else sampler.checked_budget(budget)
+        limits = None if checked is None else sampler.limits(checked)
         local = self._local  # which close() replaces
         if getattr(local, "claim", None) is not None:
             raise RuntimeError("claim() within another claim() of this thread: end that first, or claim more at once")
         local.claim = claim = Loop(self._segment, by_hand=False)
         try:
             batch = self._sample_queue(batch_size, None, timeout, limits, None, at_least, claim)
-            self._sampler.warn_of_budget(checked or {}, batch)
+            sampler.warn_of_budget(checked or {}, batch)
             yield batch
         except BaseException:
             if not self._segment.closed:  # else all went back
