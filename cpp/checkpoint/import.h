@@ -29,8 +29,8 @@ class Import {
     uint64_t before = header_.import_head;  // all tickets there may be: of imports that came to nothing
     head = std::max(head, before);
     if (header_.rows || header_.inserted || header_.head.load(std::memory_order_relaxed) != before) throw_taken();
-    // First: the pages of all rows that others write are newer, too. At the start of the ring, as in a new one: who
-    // began elsewhere, behind an import that came to nothing, would lack the pages that no run takes at the ring's end.
+    // First: the pages of all rows that others write are newer, too. They begin at the start of the ring, as in a new
+    // one. Behind an import that came to nothing, those would be lacking that no run takes at the ring's end.
     issue_pages(std::move(plan), true);
     header_.import_stage = ImportStage::kPlaces;
     header_.import_head = head;

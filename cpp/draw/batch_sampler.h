@@ -12,6 +12,8 @@
 
 #include "absorb/draw_counts.h"
 #include "absorb/item_versions.h"
+#include "draw/batch_weights.h"
+#include "draw/counted_draw.h"
 #include "draw/due_items.h"
 #include "draw/item_gather.h"
 #include "draw/oldest_items.h"
@@ -31,44 +33,6 @@ struct DrawnFrom {
   int64_t drawable = 0;
   double beta = 0;
   int64_t version = 0;  // the learner's, where rows have a policy version
-};
-
-// A draw as the segment counts it. Unless it is kept it has not happened: whatever ends it takes it back. That needs no
-// lock, which may be what does not come free.
-class CountedDraw {
- public:
-  explicit CountedDraw(Header& h) : header_(h) {}
-  ~CountedDraw() { take_back(); }
-  CountedDraw(const CountedDraw&) = delete;
-
-  explicit operator bool() const { return items_ != 0; }
-
-  // The lock is held.
-  void count(int n) {
-    items_ = static_cast<uint64_t>(n);
-    header_.sampled.fetch_add(items_, std::memory_order_relaxed);
-    TORCHREPLAY_FAULT("draw.counted");
-    header_.draws.fetch_add(1, std::memory_order_relaxed);
-  }
-
-  // It turned out to be of another number of items.
-  void recount(uint64_t n) { header_.sampled.fetch_add(n - std::exchange(items_, n), std::memory_order_relaxed); }
-
-  void take_back() {
-    if (items_) uncount(header_, 1, std::exchange(items_, 0));
-  }
-
-  void keep() { items_ = 0; }
-
-  // So many draws, of so many items in all, have not happened.
-  static void uncount(Header& h, uint64_t draws, uint64_t items) {
-    h.sampled.fetch_sub(items, std::memory_order_relaxed);
-    h.draws.fetch_sub(draws, std::memory_order_relaxed);
-  }
-
- private:
-  Header& header_;
-  uint64_t items_ = 0;
 };
 
 class BatchSampler {
@@ -639,29 +603,11 @@ class BatchSampler {
     return static_cast<int>(std::clamp<uint64_t>(bytes / kPartBytes, 1, std::max(1, count / kPartItems)));
   }
 
-  // P(i) = p_i / sum and w_i = (N P(i))^-beta, normalised by the maximum over the buffer or the batch
-  // (Schaul et al. 2016, equation 1 and section 3.4). N and sum cancel in a normalised weight.
   void finish(int n, double beta, const BatchPointers& out) const {
     for (int i = 0; i < n; i++) out.keys[i] = drawing_.items[i].key();
     if (out.age)
       for (int i = 0; i < n; i++) out.age[i] = versions_behind(drawn_from_.version, drawing_.items[i].version);
-    const Normalize normalize = memory_.header().sampler.normalize;
-    double smallest = 1;  // probability of the batch
-    for (int i = 0; i < n; i++) {
-      const DrawnItem& item = drawing_.items[i];
-      const double p = static_cast<double>(item.mass) / static_cast<double>(item.total);
-      smallest = std::min(smallest, p);
-      out.probability[i] = static_cast<float>(p);
-    }
-    for (int i = 0; i < n; i++) {
-      const DrawnItem& item = drawing_.items[i];
-      const auto mass = static_cast<double>(item.mass), total = static_cast<double>(item.total);
-      const double base = normalize == Normalize::kBuffer  ? static_cast<double>(item.min_mass) / mass
-                          : normalize == Normalize::kBatch ? smallest * total / mass
-                                                           : total / (static_cast<double>(item.drawable) * mass);
-      out.weight[i] = static_cast<float>(base);
-    }
-    power(out.weight, n, static_cast<float>(beta));
+    weigh({drawing_.items.data(), static_cast<size_t>(n)}, memory_.header().sampler.normalize, beta, out);
   }
 
   SegmentMemory& memory_;

@@ -34,11 +34,6 @@ class AttachedSegment : public Attachment {
   // Memory for a batch of `n` items.
   BatchBuilder new_batch(int64_t n) const { return {outputs(), ragged_outputs, linked(), has_versions(), n}; }
 
-  // What the calls that know fields of one size alone begin with.
-  void require_fixed() const {
-    if (!fields.ragged.empty()) throw std::invalid_argument("rows with ragged fields do not go this way");
-  }
-
   static std::shared_ptr<AttachedSegment> make(std::unique_ptr<SegmentMemory> memory) {
     auto attached = std::make_shared<AttachedSegment>(std::move(memory));
     std::erase_if(all(), [](const std::weak_ptr<AttachedSegment>& other) { return other.expired(); });

@@ -44,6 +44,8 @@ class RaggedValue {
   }
 
  private:
+  static constexpr int kDeepest = 8;  // lists in each other: one may hold itself
+
   struct Part {
     const char* data;
     int64_t length;
@@ -72,10 +74,14 @@ class RaggedValue {
     const auto is_array = [](PyObject* part) { return is_tensor(part) || PyObject_CheckBuffer(part); };
     PyObject* const values = PyTuple_Size(o) == 2 ? PyTuple_GetItem(o, 0) : nullptr;
     PyObject* const lengths = values ? PyTuple_GetItem(o, 1) : nullptr;
-    if (!values || !is_array(values) || !(is_array(lengths) || PyList_Check(lengths)))
-      throw std::invalid_argument(named() +
-                                  "got a tuple, which is expected to be (values, lengths): all elements one " +
-                                  "after the other, and how many each row has; give a list of one value for each row");
+    if (!values || !is_array(values) || !(is_array(lengths) || PyList_Check(lengths))) {
+      std::string given = "a tuple of " + std::to_string(PyTuple_Size(o));
+      if (values) given = "a tuple of " + type_text(values) + " and " + type_text(lengths);
+      throw std::invalid_argument(named() + "got " + given +
+                                  ", and a tuple is expected to be (values, lengths): an array or a tensor of all " +
+                                  "elements one after the other, and how many each row has. Make an array of the " +
+                                  "values, or give a list of one value for each row; nothing was written");
+    }
     open_packed(values, lengths);
   }
 
@@ -138,7 +144,8 @@ class RaggedValue {
     ArrayView view;
     const bool opened = is_array(o) ? view.open(o) : view.open_anything(o);
     const StridedArray& a = view.array;
-    if (numbers && opened && a.dims == 1 && a.shape[0] == 0) return {nullptr, 0};  // an empty list says no shape
+    const bool plain = numbers || Py_TYPE(o) == &PyRange_Type;
+    if (plain && opened && a.dims == 1 && a.shape[0] == 0) return {nullptr, 0};  // an empty list says no shape
     if (!opened || a.dims != 1 + static_cast<int>(spec_->shape.size())) refuse_kind(o, 0, &view, opened);
     if (!packed) require_room(a.shape[0]);
     const int64_t length = a.shape[0];
@@ -262,7 +269,20 @@ class RaggedValue {
     if (o == Py_None) return ": pass [] where there are no elements";
     if (ArrayView::is_scalar(o)) return ": pass a list of it";
     if (PyIter_Check(o)) return ": pass a list, list(values)";
-    return "";
+    const std::string bad = bad_element(o);
+    return bad.empty() ? "" : ": " + bad;
+  }
+
+  // Says where in a list something is that no array has: "at index [1][0] is a value of type str"; empty: nowhere.
+  static std::string bad_element(PyObject* o, const std::string& index = "", int depth = 0) {
+    if (!PyList_Check(o) && !PyTuple_Check(o))
+      return index.empty() || ArrayView::is_scalar(o) || is_array(o) ? "" : "at index " + index + " is " + type_text(o);
+    std::string bad;
+    for (Py_ssize_t i = 0; bad.empty() && i < PySequence_Size(o) && depth < kDeepest; i++) {
+      const Ref element(checked(PySequence_GetItem(o, i)));
+      bad = bad_element(element.get(), index + "[" + std::to_string(i) + "]", depth + 1);
+    }
+    return bad;
   }
 
   const FieldSpec* spec_ = nullptr;

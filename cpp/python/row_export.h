@@ -164,8 +164,10 @@ inline PyObject* export_rows(PyObject* self, PyObject* args) {
   });
 }
 
-// pack_rows(from, to, room, values) -> n: copies the n rows in those slots to `room`, as PackedColumns places them,
-// without gaps. Without `values` only what rows have beside their fields. BufferError while it is being restored.
+// pack_rows(from, to, room, values) -> (next, n, elements, bytes): copies the n rows in slots from `from` up to `next`
+// to `room`, as PackedColumns places them, without gaps. `elements`: of each ragged field. With such fields `next` may
+// be less than `to`: the row there takes `bytes`, and has no place. Without `values` only what rows have beside their
+// fields. BufferError while it is being restored.
 inline PyObject* pack_rows(PyObject* self, PyObject* args) {
   return on_segment(self, [&](AttachedSegment& segment) {
     SegmentMemory& m = segment.memory();
@@ -175,40 +177,18 @@ inline PyObject* pack_rows(PyObject* self, PyObject* args) {
     int values;
     if (!PyArg_ParseTuple(args, "KKw*p", &from, &to, &room.view, &values)) throw PythonError{};
     require_slots(m, from, to);
-    if (values) segment.require_fixed();
-    const std::vector<uint64_t> none;
-    PackedColumns columns(segment, to - from, values ? &none : nullptr, static_cast<char*>(room.view.buf),
-                          static_cast<uint64_t>(room.view.len));
-    uint64_t n;
-    {
-      const Unlocked others;
-      n = Snapshot(m).copy_out(from, to, columns.rows());
-      columns.close_gaps(n, none);
-    }
-    return checked(PyLong_FromUnsignedLongLong(n));
-  });
-}
-
-// pack_ragged_rows(from, to, room) -> (next, n, elements, bytes): does the same for rows with ragged fields, in slots
-// from `from` up to `next`: of as many as have a place. `elements`: of each ragged field. `bytes`: that the row in slot
-// `next` takes, which has no place; 0: all have.
-inline PyObject* pack_ragged_rows(PyObject* self, PyObject* args) {
-  return on_segment(self, [&](AttachedSegment& segment) {
-    SegmentMemory& m = segment.memory();
-    segment.settle();
-    unsigned long long from, to;
-    Lent room;
-    if (!PyArg_ParseTuple(args, "KKw*", &from, &to, &room.view)) throw PythonError{};
-    require_slots(m, from, to);
+    const bool measures = values && m.has_pages();
     Snapshot snapshot(m);
-    Snapshot::Measured found;
+    Snapshot::Measured found{to, to - from, {}, 0, 0};
     uint64_t n = 0;
     {
       const Unlocked others;
       const auto bytes = static_cast<uint64_t>(room.view.len);
-      found = snapshot.measure(from, to, PackedColumns::row_bytes(segment), bytes);
-      PackedColumns columns(segment, found.rows, &found.elements, static_cast<char*>(room.view.buf), bytes);
-      n = snapshot.copy_measured(columns.rows(), found.elements);
+      if (measures) found = snapshot.measure(from, to, PackedColumns::row_bytes(segment), bytes);
+      PackedColumns columns(segment, found.rows, values ? &found.elements : nullptr, static_cast<char*>(room.view.buf),
+                            bytes);
+      n = measures ? snapshot.copy_measured(columns.rows(), found.elements)
+                   : snapshot.copy_out(from, to, columns.rows());
       columns.close_gaps(n, found.elements);
     }
     const Ref elements(checked(PyList_New(0)));

@@ -257,7 +257,6 @@ inline PyMethodDef methods[] = {
     {"column", column, METH_O, nullptr},
     {"export_rows", export_rows, METH_VARARGS, nullptr},
     {"pack_rows", pack_rows, METH_VARARGS, nullptr},
-    {"pack_ragged_rows", pack_ragged_rows, METH_VARARGS, nullptr},
     {"row_values", row_values, METH_O, nullptr},
     {"is_whole", is_whole, METH_VARARGS, nullptr},
     {"counts", counts, METH_NOARGS, nullptr},

@@ -355,6 +355,14 @@ def test_publishing_sets_the_buffers_version_and_pulling_a_writers():
         assert buffer.gather([key])["age"].tolist() == [1]
 
 
+def test_a_buffer_that_has_no_version_is_refused_and_nothing_is_published():
+    policy = torch.nn.Linear(2, 1)
+    weights = tr.SharedWeights(policy)
+    with pytest.raises(TypeError, match="buffer is 3: expected one with a policy_version, such as a ReplayBuffer"):
+        weights.publish(policy, buffer=3)
+    assert weights.version == 0
+
+
 def test_weights_that_begin_below_the_buffers_version_are_not_published():
     policy = torch.nn.Linear(2, 1)
     with tr.ReplayBuffer(SPEC, 10) as buffer:

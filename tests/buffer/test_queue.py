@@ -6,8 +6,9 @@ import time
 import numpy as np
 import pytest
 import torch
-from forked import Forked, eventually, shared_counters
+from forked import Forked, eventually
 from torch.utils.data import DataLoader
+from two_learners import drawn_by_two_learners
 from worker_errors import raised_by_worker
 
 import torchreplay as tr
@@ -236,26 +237,10 @@ def test_several_learners_and_writers_in_processes_get_every_item_as_often_as_it
 ):
     monkeypatch.setattr("torchreplay.segment.waits.RETURN_GRACE", 0.3)  # no writer comes again
     with queue(64, max_draws=max_draws) as buffer:
-        drawn = shared_counters(2000)
-
-        def write(first):
-            with buffer.writer() as writer:
-                for number in range(first, 2000, 2):
-                    writer.append(x=number)
-
-        def learn():
-            for batch in tr.ReplayDataset(buffer, 16, prefetch=prefetch):
-                for number in values(batch):
-                    drawn[number] += 1
-
-        lease = buffer.expect_writers()
-        with Forked(learn) as one, Forked(learn) as two, Forked(write, 0) as three, Forked(write, 1) as four:
-            assert three.wait() == four.wait() == 0
-            lease.close()
-            assert one.wait() == two.wait() == 0
-        assert sum(drawn[:]) == 2000 * max_draws
+        drawn = drawn_by_two_learners(buffer, 2000, lambda number: {"x": number}, values, 16, prefetch)
+        assert sum(drawn) == 2000 * max_draws
         if max_draws == 1:
-            assert set(drawn[:]) == {1}
+            assert set(drawn) == {1}
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])

@@ -165,6 +165,9 @@ def test_fields_that_are_like_each_other_share_their_offsets(buffer):
     assert (batch.nested("tokens") * batch.nested("logprob")).values().tolist() == [0.5, 1.0]
 
 
+SELF = [1]
+SELF.append(SELF)  # a list that holds itself
+
 REFUSED = [
     ({"tokens": "text", "logprob": []}, r"field 'tokens': got .*str.*expected int32 of shape \(n,\)"),
     ({"picture": "text"}, r"field 'picture': got .*str.*: pass text\.encode\(\)"),
@@ -202,6 +205,10 @@ REFUSED = [
         "the values of a row take 320000 bytes together, and may take at most 262144, a quarter of ragged_bytes=10485",
     ),
     ({"picture": torch.zeros(3, dtype=torch.uint8, device="meta")}, "field 'picture': got a tensor "),
+    ({"tokens": [1, "a"]}, r"'tokens': got .* list, .*: at index \[1\] is a value of type str; nothing was written"),
+    ({"tokens": [1, None]}, r"at index \[1\] is a value of type NoneType; nothing was written"),
+    ({"points": [[1.0, 2.0, 3.0], [1.0, {}, 3.0]]}, r"at index \[1\]\[1\] is a value of type dict; nothing was"),
+    ({"tokens": SELF}, "field 'tokens': got "),
     ({"lengths": {"tokens": [1]}}, r"append\(\) takes no lengths"),
 ]
 
@@ -222,8 +229,11 @@ def test_a_value_that_cannot_be_is_refused_and_nothing_is_written(buffer, given,
         ({"tokens": None}, "field 'tokens': got None, expected a list of n values"),
         ({"tokens": "abc"}, "field 'tokens': got .*str"),
         ({"picture": b"abc"}, "field 'picture': got .*bytes.*, expected a list of n values"),
-        ({"tokens": ([1, 2], [3], [4])}, r"got a tuple, which is expected to be \(values, lengths\)"),
-        ({"tokens": ([1], [2, 3])}, "got a tuple, which is expected"),
+        ({"tokens": ([1, 2], [3], [4])}, r"got a tuple of 3, .* expected to be \(values, lengths\): an array"),
+        (
+            {"tokens": ([1], [2, 3])},
+            "got a tuple of a value of type list and a value of type list, .* Make an array of the values, or",
+        ),
         ({"tokens": (np.arange(3), [1, 1])}, "'tokens': the lengths add up to 2, and there are 3 elements"),
         ({"tokens": (np.arange(3), [2, 2])}, "'tokens': the lengths add up to 4, and there are 3 elements"),
         ({"tokens": (np.arange(3), [4, -1])}, "'tokens': the length at index 1 is -1: expected 0 or more"),
@@ -242,6 +252,12 @@ def test_rows_that_cannot_be_are_refused_and_none_is_written(buffer, given, mess
         buffer.extend(**values | given)
     assert len(buffer) == 0
     assert buffer.next_key == 0
+
+
+def test_a_range_is_a_value_an_empty_one_too(buffer):
+    keys = [buffer.writer().append(**row(tokens=range(n))) for n in (0, 3)]
+    assert buffer.gather(keys)["tokens"].tolist() == [0, 1, 2]
+    assert buffer.gather(keys).lengths("tokens").tolist() == [0, 3]
 
 
 def test_a_value_of_a_quarter_of_the_bytes_is_taken(buffer):
@@ -347,7 +363,8 @@ def test_an_item_that_is_more_than_the_budget_comes_alone_and_is_said_once():
             "budget names 'reward', which is no ragged field of a batch: expected some of 'tok",
         ),
         ({"x": 5}, ValueError, "budget names 'x'"),
-        ({"tokens": 0}, ValueError, r"budget\['tokens'\] is 0: expected an int of at least 1"),
+        ({"tokens": 0}, ValueError, r"budget\['tokens'\] is 0: expected an int from 1 to"),
+        ({"tokens": 1 << 63}, ValueError, r"budget\['tokens'\] is 9223372036854775808: expected an int from 1 to"),
         ({"tokens": 1.5}, ValueError, r"budget\['tokens'\] is 1.5"),
         (65_536, TypeError, r"budget is 65536: expected a dict"),
     ],

@@ -10,6 +10,7 @@ import pytest
 import torch
 from forked import Forked, eventually, shared_counters
 from ragged_model import RaggedModel, random_values, split
+from two_learners import drawn_by_two_learners
 
 import torchreplay as tr
 
@@ -185,6 +186,20 @@ def test_a_claim_that_fails_goes_back_with_its_values_and_nobody_takes_their_byt
         assert numbers_of(buffer.sample(4), lengths) == [4, 5, 6, 7]
 
 
+def test_a_claim_with_a_budget_has_the_oldest_within_it_and_the_others_stay():
+    lengths = [100, 150, 100, 900]
+    with queue(1 << 14, 16, TEXT) as buffer:
+        buffer.extend(text=[text(k, n) for k, n in enumerate(lengths)], number=list(range(4)))
+        for expected in ([0, 1], [2]):
+            with buffer.claim(4, budget={"text": 300}) as batch:
+                assert numbers_of(batch, lengths) == expected
+        with pytest.warns(RuntimeWarning, match="the budget is 300"), buffer.claim(1, budget={"text": 300}) as batch:
+            assert numbers_of(batch, lengths) == [3]
+        with pytest.raises(ValueError, match="budget names 'number', which is no ragged field"):
+            buffer.claim(1, budget={"number": 300}).__enter__()
+        assert buffer.num_items == 0
+
+
 def test_the_oldest_are_dropped_and_counted_when_their_bytes_are_taken_again():
     random = np.random.default_rng(0)
     with queue(2048, 40, when_full="drop_oldest") as buffer, buffer.writer() as writer:
@@ -325,27 +340,16 @@ def test_a_loop_within_a_budget_gets_each_batch_when_the_row_comes_that_uses_it_
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_several_learners_and_writers_in_processes_get_every_item_once_and_whole(prefetch):
+def test_several_learners_and_writers_in_processes_get_every_item_once_and_whole(prefetch, monkeypatch):
+    monkeypatch.setattr("torchreplay.segment.waits.RETURN_GRACE", 0.3)  # no writer comes again
     lengths = [(number * 97) % 900 for number in range(300)]
     with queue(8192, 64, TEXT) as buffer:
-        drawn = shared_counters(300)
 
-        def write(first):
-            with buffer.writer() as writer:
-                for number in range(first, 300, 2):
-                    writer.append(text=text(number, lengths[number]), number=number)
+        def row_of(number):
+            return {"text": text(number, lengths[number]), "number": number}
 
-        def learn():
-            for batch in tr.ReplayDataset(buffer, 4, prefetch=prefetch):
-                for number in numbers_of(batch, lengths):
-                    drawn[number] += 1
-
-        lease = buffer.expect_writers()
-        with Forked(learn) as one, Forked(learn) as two, Forked(write, 0) as three, Forked(write, 1) as four:
-            assert three.wait() == four.wait() == 0
-            lease.close()
-            assert one.wait() == two.wait() == 0
-        assert set(drawn[:]) == {1}
+        drawn = drawn_by_two_learners(buffer, 300, row_of, lambda batch: numbers_of(batch, lengths), 4, prefetch)
+        assert set(drawn) == {1}
 
 
 def test_a_queue_in_a_file_goes_on_with_the_values_that_were_not_committed(tmp_path):

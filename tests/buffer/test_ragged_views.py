@@ -305,3 +305,28 @@ def test_values_may_be_arrays_of_one_length_for_all_environments():
         batch = buffer.gather(keys)
         assert batch["said"].tolist() == [1, 2, 3, 4]
         assert batch["score"].tolist() == torch.arange(8.0).reshape(4, 2).tolist()
+
+
+@pytest.mark.parametrize("capacity", [100, 30])
+def test_whole_episodes_come_out_as_they_were_written_and_go_into_another_buffer(capacity):
+    random, view = np.random.default_rng(3), tr.Transitions()
+    written = [episode(random, int(random.integers(1, 9))) for _ in range(12)]
+    with (
+        tr.ReplayBuffer(STEPS, capacity, view=view, ragged_bytes=1 << 16) as buffer,
+        tr.ReplayBuffer(STEPS, 100, view=view, ragged_bytes=1 << 16) as other,
+    ):
+        keys = write_at_once(buffer, written)
+        there = [e for e, of_rows in zip(written, keys, strict=True) if of_rows[0] >= buffer.next_key - capacity]
+        found = list(buffer.episodes())
+        assert len(found) == len(there) < len(written) + (capacity == 100)
+        for got, (observations, steps) in zip(found, there, strict=True):
+            for name in ("text", "mask", "n"):
+                assert [as_list(value) for value in got["obs"][name]] == [as_list(o[name]) for o in observations]
+            for name in steps[0]:
+                assert [as_list(value) for value in got[name]] == [as_list(s[name]) for s in steps]
+            other.extend(**got)
+        assert list(map(str, other.episodes())) == list(map(str, found))
+
+
+def as_list(value):
+    return np.asarray(value).tolist()

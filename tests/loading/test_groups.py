@@ -223,6 +223,12 @@ def test_at_the_end_of_all_writers_unfinished_groups_come_with_enough_members_an
             assert buffer.num_items == (2 if last else 4)
 
 
+def test_a_single_group_of_a_single_item_is_named_as_one(caplog):
+    with queue([5]) as buffer, caplog.at_level(logging.WARNING, "torchreplay"):
+        assert not list(tr.GroupDataset(buffer, "prompt", 2, 1))
+        assert "1 group has fewer than 2 members (5 has 1): this item stays in it, and is not given" in caplog.text
+
+
 def test_the_group_of_a_killed_writer_comes_when_it_is_late():
     with queue() as buffer, buffer.expect_writers():
         done = shared_counters(1)

@@ -11,8 +11,9 @@ import signal
 import numpy as np
 import torch
 from faulty_lives import DIED, INDICES, Fault, await_stop, faulty, lives_of
-from faulty_scenes import Scene, scenes_of
+from faulty_scenes import scenes_of
 from forked import Forked, shared_counters
+from scene import Scene
 
 import torchreplay as tr
 from torchreplay import _C

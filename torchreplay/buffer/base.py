@@ -38,6 +38,9 @@ PINS: tuple[Pin, ...] = get_args(Pin)
 MAX_BATCH = 1 << 24
 """Items in a batch, at most."""
 
+MAX_ELEMENTS = (1 << 63) - 1
+"""Elements that a budget allows, at most."""
+
 
 class Batches(Protocol):
     """Batches one after the other, some of them drawn ahead. For one thread, which must close it."""
@@ -153,7 +156,7 @@ class BatchSource(ABC):
                     f"expected some of {', '.join(map(repr, names))}" if names else "the batch has none; leave it out"
                 )
                 raise ValueError(f"budget names {name!r:.200}, which is no ragged field of a batch: {known}")
-        return {name: checked_int(f"budget[{name!r}]", most, 1) for name, most in budget.items()}
+        return {name: checked_int(f"budget[{name!r}]", most, 1, MAX_ELEMENTS) for name, most in budget.items()}
 
     def warn_of_budget(self, budget: Mapping[str, int], batch: ReplayBatch) -> None:
         """Warns where a batch is one item, which has more elements than the budget says."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torchreplay import _C
 from torchreplay.buffer.local_sampler import LocalSampler
 from torchreplay.checkpoint.buffer_checkpoint import ROW_PLACE
-from torchreplay.schema.spec import nest
+from torchreplay.schema.spec import Column, Ragged, nest
 from torchreplay.segment.waits import NEVER
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _each(sampler: LocalSampler, observed: frozenset[int], unfinished: bool) -> 
     for keys in chains(key, link, unfinished):
         if not np.isin(keys, kept).any():
             continue
-        rows = _copied(segment, len(sampler.config.fields), keys)
+        rows = _copied(segment, list(sampler.config.fields.values()), keys)
         if rows is not None:
             parts = (column if i in observed else column[1:] for i, column in enumerate(rows))
             yield nest(dict(zip(sampler.config.fields, parts, strict=True)))
@@ -113,15 +113,45 @@ def _links(segment: _C.Segment, capacity: int) -> tuple[NDArray[np.int64], NDArr
     room = np.empty(slots * -(-ROW_PLACE // 8), np.int64)
     parts = []
     for first in range(0, capacity, slots):
-        n = segment.pack_rows(first, min(first + slots, capacity), room.data.cast("B"), False)
+        _, n, _, _ = segment.pack_rows(first, min(first + slots, capacity), room.data.cast("B"), False)
         parts.append((room[:n].copy(), room[n : 2 * n].copy()))  # the widest come first: keys, links
     key, link = (np.concatenate(column) for column in zip(*parts, strict=True))
     return key, link
 
 
-def _copied(segment: _C.Segment, fields: int, keys: NDArray[np.int64]) -> list[torch.Tensor] | None:
-    """Returns the fields of these rows, `[n, *shape]` each; None if one was overwritten meanwhile."""
+def _copied(
+    segment: _C.Segment, fields: Sequence[Column], keys: NDArray[np.int64]
+) -> list[torch.Tensor | list[torch.Tensor]] | None:
+    """Returns the fields of these rows, `[n, *shape]` each, and of ragged ones n values; None if a row was overwritten.
+
+    Args:
+        segment: Of the buffer.
+        fields: Of its rows.
+        keys: int64 `[n]`.
+    """
     slots = torch.from_numpy(keys % len(segment.column(-2)))
-    rows = [segment.column(i)[slots] for i in range(fields)]
+    values = _ragged_values(segment, fields, slots)
+    if values is None:
+        return None
+    rows: list[torch.Tensor | list[torch.Tensor]] = [
+        values[i] if i in values else segment.column(i)[slots] for i in range(len(fields))
+    ]
     segment.refresh(NEVER, False)  # forgets rows that were overwritten until now
-    return rows if bool((segment.column(-2)[slots] == torch.from_numpy(keys + 1)).all()) else None
+    whole = bool((segment.column(-2)[slots] == torch.from_numpy(keys + 1)).all())
+    if values and whole:
+        whole = all(segment.is_whole(slot, key) for slot, key in zip(slots.tolist(), keys.tolist(), strict=True))
+    return rows if whole else None
+
+
+def _ragged_values(
+    segment: _C.Segment, fields: Sequence[Column], slots: torch.Tensor
+) -> dict[int, list[torch.Tensor]] | None:
+    """Returns copies of the values of each ragged field, by its place; None: a row is gone."""
+    values: dict[int, list[torch.Tensor]] = {i: [] for i, field in enumerate(fields) if isinstance(field, Ragged)}
+    for slot in slots.tolist() if values else ():
+        row = segment.row_values(slot)
+        if row is None:
+            return None
+        for i, of_field in values.items():
+            of_field.append(row[i].clone())
+    return values

@@ -100,10 +100,12 @@ class GroupIterator(QueueIterator):
             return
         waiting = waiting_groups(self._segment, self._groups)
         if waiting:
+            items = sum(waiting.values())
             logger.warning(
-                "%s has no writer any more, and %s: these %s items stay in it, and are not given",
+                "%s has no writer any more, and %s: %s in it, and %s not given",
                 self._source.config.called,
                 described(waiting, self._groups),
-                f"{sum(waiting.values()):,}",
+                "this item stays" if items == 1 else f"these {items:,} items stay",
+                "is" if items == 1 else "are",
             )
         raise QueueOver

@@ -75,4 +75,5 @@ def described(waiting: dict[int, int], groups: Groups) -> str:
     """Returns unfinished groups in words: how many, and which have how many members."""
     named = ", ".join(f"{name} has {n}" for name, n in list(waiting.items())[:MOST_NAMED])
     more = "" if len(waiting) <= MOST_NAMED else ", ..."
-    return f"{len(waiting):,} groups have fewer than {groups.size} members ({named}{more})"
+    have = "group has" if len(waiting) == 1 else "groups have"
+    return f"{len(waiting):,} {have} fewer than {groups.size} members ({named}{more})"

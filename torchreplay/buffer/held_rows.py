@@ -201,8 +201,8 @@ class HeldRows(Configured):
                 are there.
 
         Yields:
-            Observation fields `[T + 1, *shape]`, the others `[T, *shape]`, nested as the spec; copies. Episodes whose
-            rows are overwritten meanwhile are left out.
+            Observation fields `[T + 1, *shape]`, the others `[T, *shape]`, nested as the spec; copies. Of ragged fields
+            lists of as many values, `[length, *shape]`. Episodes whose rows are overwritten meanwhile are left out.
 
         Raises:
             ValueError: The view links no rows.

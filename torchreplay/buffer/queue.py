@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from torchreplay.buffer.base import MAX_BATCH
+from torchreplay.buffer.base import MAX_BATCH, BatchSource
 from torchreplay.buffer.jams import LearnerJam
 from torchreplay.buffer.local_sampler import Into, Limits, Sample
 from torchreplay.schema.batch import ReplayBatch, keys_of
@@ -104,7 +104,12 @@ class Queue(Configured):
 
     @contextmanager
     def claim(
-        self, batch_size: int, *, at_least: int | None = None, timeout: float | None = None
+        self,
+        batch_size: int,
+        *,
+        at_least: int | None = None,
+        timeout: float | None = None,
+        budget: Mapping[str, int] | None = None,
     ) -> Iterator[ReplayBatch]:
         """Draws a batch from a queue for a `with` block: done at its end, and back in its place after an exception.
 
@@ -112,6 +117,7 @@ class Queue(Configured):
             batch_size: Number of items, B.
             at_least: A batch may be as short, if no more items are there; None: it has `batch_size`.
             timeout: Seconds to wait at most, as in `sample`.
+            budget: Of ragged fields: the most elements that the batch may have, as in `sample`.
 
         Yields:
             The batch, as `sample` returns it.
@@ -130,12 +136,17 @@ class Queue(Configured):
             2
         """
         self._require_queue("claim()")
+        sampler = self._sampler
+        assert isinstance(sampler, BatchSource)
+        checked = None if budget is None else sampler.checked_budget(budget)
+        limits = None if checked is None else sampler.limits(checked)
         local = self._local  # which close() replaces
         if getattr(local, "claim", None) is not None:
             raise RuntimeError("claim() within another claim() of this thread: end that first, or claim more at once")
         local.claim = claim = Loop(self._segment, by_hand=False)
         try:
-            batch = self._sample_queue(batch_size, None, timeout, None, None, at_least, claim)
+            batch = self._sample_queue(batch_size, None, timeout, limits, None, at_least, claim)
+            sampler.warn_of_budget(checked or {}, batch)
             yield batch
         except BaseException:
             if not self._segment.closed:  # else all went back

@@ -182,17 +182,13 @@ class _Packing:
     def is_there(self, segment: _C.Segment, slot: int, room: torch.Tensor) -> bool:
         """Returns whether the long row that was packed from `slot` was still there when it had been written."""
         key, *_ = self._beside(room[:ROW_PLACE])
-        there = segment.pack_rows(slot, slot + 1, room[ROW_PLACE : 2 * ROW_PLACE].numpy().data, False)
+        _, there, _, _ = segment.pack_rows(slot, slot + 1, room[ROW_PLACE : 2 * ROW_PLACE].numpy().data, False)
         if not there or not torch.equal(key, self._beside(room[ROW_PLACE:])[0]):
             return False
         return not self._ragged or segment.is_whole(slot, int(key))
 
     def _fill(self, segment: _C.Segment, first: int, end: int, room: torch.Tensor) -> _Packed:
-        body, elements, size = room[self.header_bytes :].numpy().data, list[int](), 0
-        if self._ragged:
-            end, rows, elements, size = segment.pack_ragged_rows(first, end, body)
-        else:
-            rows = segment.pack_rows(first, end, body, True)
+        end, rows, elements, size = segment.pack_rows(first, end, room[self.header_bytes :].numpy().data, True)
         if not rows:
             return _Packed(end, None, size)
         room.numpy().data[: self.header_bytes] = self.header(rows, elements, self.header_bytes)
@@ -202,7 +198,8 @@ class _Packing:
         return _Packed(end, partial(write_packed, size=size, room=room))
 
     def _long_row(self, segment: _C.Segment, slot: int, room: torch.Tensor) -> Callable[[Path], tuple[int, int]] | None:
-        if not segment.pack_rows(slot, slot + 1, room[:ROW_PLACE].numpy().data, False):
+        _, there, _, _ = segment.pack_rows(slot, slot + 1, room[:ROW_PLACE].numpy().data, False)
+        if not there:
             return None
         if (fields := segment.row_values(slot)) is None:
             return None

@@ -13,7 +13,6 @@ from torchreplay.monitoring.timeline import Timeline
 from torchreplay.schema.limiters import SamplesPerInsert
 from torchreplay.schema.samplers import Prioritized
 from torchreplay.segment.process_state import is_stopped, state_of
-from torchreplay.segment.reservation import size_text
 
 OVER: Final = 10.0
 """Seconds over which rates are judged."""
@@ -44,10 +43,6 @@ MANY: Final = 1000
 
 OLD_WEIGHTS: Final = 10
 """Publications that an explorer's weights may be behind."""
-
-
-USED_UP: Final = 0.95
-"""Share of a measure, rows or bytes, from which on it is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,19 +405,6 @@ def _priorities(findings: Findings) -> Iterator[Advice]:
         )
 
 
-def _small_pages(findings: Findings) -> Iterator[Advice]:
-    buffer, rows = findings.buffer, findings.buffer.fill(findings.now)
-    if findings.now.queue is not None or any(_short_of_bytes(findings)):
-        return
-    if buffer.ragged_bytes and findings.now.ragged_fill > USED_UP and rows < USED_UP * buffer.capacity:
-        yield Advice(
-            "values",
-            f"Values take all of ragged_bytes, {size_text(buffer.ragged_bytes)}, with {rows:,} of "
-            f"{buffer.capacity:,} rows: raise ragged_bytes to hold more rows, or lower the capacity.",
-            "note",
-        )
-
-
 def _old_weights(findings: Findings) -> Iterator[Advice]:
     for weights in findings.weights:
         if weights.behind > OLD_WEIGHTS and weights.heartbeat < GONE:
@@ -450,7 +432,6 @@ RULES: Final[tuple[Callable[[Findings], Iterator[Advice]], ...]] = (
     _starving,
     _held_back,
     _priorities,
-    _small_pages,
     _old_weights,
     _nobody,
     _stopped,

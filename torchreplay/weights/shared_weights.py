@@ -138,6 +138,7 @@ class SharedWeights(Transient):
         Raises:
             ValueError: The module's weights differ in name, shape or dtype from those of the constructor. Or the
                 buffer is at a later version already: then nothing is published.
+            TypeError: `buffer` is none; nothing is published.
             ReplayTimeout: Another publisher is stopped in the middle.
             RuntimeError: It is called by a signal's handler while its own thread publishes these weights.
 
@@ -147,6 +148,10 @@ class SharedWeights(Transient):
             >>> weights.publish(policy)
             1
         """
+        if buffer is not None and not hasattr(buffer, "policy_version"):
+            raise TypeError(
+                f"buffer is {buffer!r:.200}: expected one with a policy_version, such as a ReplayBuffer, or None"
+            )
         state = self.require_like(module)
         if self._native.publisher == threading.get_native_id():  # to end this one would end that one, half done
             raise RuntimeError(
