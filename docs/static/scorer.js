@@ -2,7 +2,7 @@
 const LATER = [
   [/^(api\/|_modules\/)/, 0.1],
   [/^(benchmarks|measurements|learning\/|reliability|design|architecture|coming_from_)/, 0.4],
-  [/^(quickstart|choosing|trajectories|explorers|lightning|queues|persistence)/, 1.5],
+  [/^(quickstart|arrangements|comparison|trajectories|explorers|lightning|queues|persistence|performance|metrics)/, 1.5],
 ];
 
 var Scorer = {
