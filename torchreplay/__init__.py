@@ -14,8 +14,8 @@ except ModuleNotFoundError as _error:
     if _error.name != "torchreplay._C":
         raise
     raise ImportError(
-        f"{__path__[0]} is torchreplay's source, without its compiled part. Compile it there: pip install "
-        f"--no-build-isolation . (or `make build`, for .venv/bin/python), or start Python in another folder"
+        f"{__path__[0]} is torchreplay's source, without its compiled part. Compile it there: pip install . "
+        "(or `make build`, for .venv/bin/python), or start Python in another folder"
     ) from None
 
 from torchreplay.buffer.replay_buffer import REMOTE_BUFFER, ReplayBuffer

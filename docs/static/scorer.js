@@ -1,8 +1,9 @@
 // Guides before methods: a title of a guide counts most, and the reference, adapters and histories come after it.
 const LATER = [
   [/^(api\/|_modules\/)/, 0.1],
-  [/^(benchmarks|measurements|learning\/|reliability|design|architecture|coming_from_)/, 0.4],
-  [/^(quickstart|choosing|trajectories|explorers|lightning|queues|persistence)/, 1.5],
+  [/^(benchmark|measurements)/, 0.15],
+  [/^(learning\/|reliability|design|architecture|coming_from_)/, 0.4],
+  [/^(quickstart|arrangements|comparison|trajectories|explorers|lightning|queues|persistence|performance|metrics)/, 1.5],
 ];
 
 var Scorer = {
