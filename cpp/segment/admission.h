@@ -24,9 +24,9 @@ class Admission {
   // Items up to which are admitted, when the learner has come so many versions further.
   static uint64_t limit_of(const LimiterConfig& config, int64_t versions) {
     uint64_t batches, items;
-    const bool fits = !__builtin_add_overflow(config.max_age + 1, static_cast<uint64_t>(std::max<int64_t>(0, versions)),
-                                              &batches) &&
-                      !__builtin_mul_overflow(batches, config.batch_size, &items);
+    const bool fits =
+        !__builtin_add_overflow(config.max_age + 1, static_cast<uint64_t>(std::max<int64_t>(0, versions)), &batches) &&
+        !__builtin_mul_overflow(batches, config.batch_size, &items);
     return fits ? std::min(items, kMaxCount) : kMaxCount;
   }
   uint64_t limit() const {
