@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "segment/admission.h"
 #include "segment/format.h"
+#include "segment/limiter.h"
 #include "segment/liveness.h"
 #include "segment/pages_in_use.h"
 #include "segment/weights_memory.h"
@@ -202,16 +202,16 @@ class SegmentReader {
     }
   }
 
-  // As Admission counts, but that what the dead may have written counts until somebody looks for them.
+  // As Admission counts, but that each ticket counts which nobody has absorbed.
   void read_admission(SegmentFacts& f) const {
     const Header& h = header();
     const bool begun = plain(h.admission_begun) != 0;
-    f.admission_limit = Admission::limit_of(f.limiter, begun ? f.policy_version - plain(h.admission_base) : 0);
+    f.admission_limit = admission_limit(f.limiter, begun ? f.policy_version - plain(h.admission_base) : 0);
     const uint32_t ids = std::min<uint32_t>(kMaxParticipants - 1, load(h.ids));
     for (uint32_t id = 1; id <= ids; id++)
       f.open_admissions +=
           load(reinterpret_cast<const Participant*>(base_ + layout().participants + id * kParticipantBytes)->admitted);
-    f.admitted_items = f.open_admissions + f.drawable + plain(h.pending) + f.head - std::min(f.head, f.absorbed);
+    f.admitted_items = f.open_admissions + f.drawable + f.head - std::min(f.head, f.absorbed);
     f.admitted_items += begun ? plain(h.handed_out) + plain(h.handed_out_gone) - plain(h.done_before) : plain(h.held);
   }
 
