@@ -20,10 +20,10 @@ struct QueueState {
   uint64_t pages_wanted;            // by a writer that waits for them
   uint64_t page_limit, pages_in_use, page_bytes;
   uint64_t longest_run;  // pages of one row, of those that are there or wait; only if streams are to be counted
-  bool admits;                      // writers have to be admitted
-  uint64_t may_write, may_admit;    // items that they may write, or are writing; that may be admitted beyond
-  uint64_t not_admitted;            // writers that wait for more than that
-  bool has_other_publisher;         // somebody else than the calling thread publishes versions
+  bool admits;           // writers have to be admitted
+  uint64_t may_write, may_admit;  // items that they may write; that may be admitted beyond
+  uint64_t not_admitted;          // writers that wait for more than that
+  bool has_other_publisher;       // somebody else than the calling thread publishes versions
 
   // Throws LockTimeout: nobody who waits may depend on a holder of the lock that is stopped.
   static QueueState of(Attachment& attachment, bool count_streams) {
@@ -58,7 +58,7 @@ struct QueueState {
     if ((admits = Admission::is_kept(h))) {
       const Admission admission(m);
       may_admit = admission.room();
-      may_write = admission.open() + h.pending + h.head.load(std::memory_order_acquire) - h.absorbed;
+      may_write = admission.open();
     }
     open_streams = count_streams ? QueueRoom(m).open_streams() : 0;
     if (!m.has_pages()) return;

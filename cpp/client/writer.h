@@ -297,8 +297,7 @@ class Writer {
     const uint64_t may = memory().participant(member_.id()).admitted.load(std::memory_order_relaxed);
     if (may < n)
       throw std::runtime_error("writing " + std::to_string(n) + (n == 1 ? " row" : " rows") + " to " +
-                               memory().called() + ", of which " + std::to_string(may) +
-                               (may == 1 ? " is" : " are") +
+                               memory().called() + ", of which " + std::to_string(may) + (may == 1 ? " is" : " are") +
                                " admitted: begin what the buffer is to take in `with writer.admit():`, or in `with "
                                "writer.admit(n):` for n rows, and write it there");
   }

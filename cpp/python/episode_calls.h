@@ -273,8 +273,8 @@ inline PyObject* admit(PyObject* self, PyObject* const* args, Py_ssize_t nargs) 
 
 // _end_admission(n): what is not written of so many is given back.
 inline PyObject* end_admission(PyObject* self, PyObject* n) {
-  return method<WriterObject>(
-      self, [&](WriterObject& s) { s.session.end_admission(static_cast<uint32_t>(as_uint(n))); });
+  return method<WriterObject>(self,
+                              [&](WriterObject& s) { s.session.end_admission(static_cast<uint32_t>(as_uint(n))); });
 }
 
 using Object = WriterObject;

@@ -169,8 +169,8 @@ inline PyObject* queue_state(PyObject* self, PyObject* count_streams) {
     });
     const Ref writers = list_of(s.writers, [](int32_t pid) { return PyLong_FromLong(pid); });
     return checked(Py_BuildValue(
-        "{sKsKsKsKsKsIsLsisOsOsKsOsKsKsKsKsKsKsOsKsKsKsO}", "to_draw", s.to_draw, "held", s.held, "lacking", s.lacking, "head",
-        s.head, "limit", s.limit, "need", static_cast<unsigned>(s.oldest.need), "needed_key",
+        "{sKsKsKsKsKsIsLsisOsOsKsOsKsKsKsKsKsKsOsKsKsKsO}", "to_draw", s.to_draw, "held", s.held, "lacking", s.lacking,
+        "head", s.head, "limit", s.limit, "need", static_cast<unsigned>(s.oldest.need), "needed_key",
         static_cast<long long>(s.oldest.key), "needed_pid", s.oldest.pid, "lacks_pages",
         s.oldest.has_pages ? Py_True : Py_False, "holders", holders.get(), "open_streams", s.open_streams, "writers",
         writers.get(), "waiting", s.waiting, "pages_wanted", s.pages_wanted, "page_limit", s.page_limit, "pages_in_use",

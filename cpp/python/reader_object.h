@@ -74,6 +74,9 @@ inline void put_counts(segment::DictBuilder& d, const SegmentFacts& f) {
   d.put<"aged">(f.aged);
   d.put<"age_max">(f.largest_age);
   d.put<"expired_items">(f.expired_items);
+  d.put<"admitted_items">(f.admitted_items);
+  d.put<"admission_limit">(f.admission_limit);
+  d.put<"open_admissions">(f.open_admissions);
   d.put<"ragged_fill">(f.ragged_fill);
 }
 

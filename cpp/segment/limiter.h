@@ -85,6 +85,15 @@ class Limiter {
   const LimiterRule rule_;
 };
 
+// Of an admission: items up to which are admitted, when the learner has come so many versions further.
+inline uint64_t admission_limit(const LimiterConfig& config, int64_t versions) {
+  uint64_t batches, items;
+  const bool fits =
+      !__builtin_add_overflow(config.max_age + 1, static_cast<uint64_t>(std::max<int64_t>(0, versions)), &batches) &&
+      !__builtin_mul_overflow(batches, config.batch_size, &items);
+  return fits ? std::min(items, kMaxCount) : kMaxCount;
+}
+
 // Sets another limiter. It counts from here, and no draw before does. A death in between leaves the old one or the new
 // one.
 inline void change_limiter(Header& h, LimiterConfig config) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "segment/format.h"
+#include "segment/limiter.h"
 #include "segment/liveness.h"
 #include "segment/pages_in_use.h"
 #include "segment/weights_memory.h"
@@ -44,6 +45,7 @@ struct SegmentFacts {
   int64_t policy_version, largest_age;
   uint64_t ages, aged, expired_items;
   LimiterConfig limiter;
+  uint64_t admitted_items, admission_limit, open_admissions;  // 0 where items need not be admitted
   std::vector<ParticipantFacts> participants;
 };
 
@@ -120,6 +122,7 @@ class SegmentReader {
     read_pages(f);
     read_tree(f);
     read_participants(f);
+    if (f.limiter.batch_size) read_admission(f);
     return f;
   }
 
@@ -197,6 +200,19 @@ class SegmentReader {
       f.participants.push_back({static_cast<int>(id), role, is_locked(id, 1), load(entry.waiting) != 0, load(entry.pid),
                                 load(entry.rows), load(entry.last_write), load(entry.last_draw)});
     }
+  }
+
+  // As Admission counts, but that each ticket counts which nobody has absorbed.
+  void read_admission(SegmentFacts& f) const {
+    const Header& h = header();
+    const bool begun = plain(h.admission_begun) != 0;
+    f.admission_limit = admission_limit(f.limiter, begun ? f.policy_version - plain(h.admission_base) : 0);
+    const uint32_t ids = std::min<uint32_t>(kMaxParticipants - 1, load(h.ids));
+    for (uint32_t id = 1; id <= ids; id++)
+      f.open_admissions +=
+          load(reinterpret_cast<const Participant*>(base_ + layout().participants + id * kParticipantBytes)->admitted);
+    f.admitted_items = f.open_admissions + f.drawable + f.head - std::min(f.head, f.absorbed);
+    f.admitted_items += begun ? plain(h.handed_out) + plain(h.handed_out_gone) - plain(h.done_before) : plain(h.held);
   }
 
   // Whether anybody holds one of `n` bytes of the lock table (0: of all). A reader holds none.

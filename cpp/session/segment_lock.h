@@ -13,8 +13,8 @@
 #include <string_view>
 #include <utility>
 
+#include "absorb/admission.h"
 #include "absorb/queue_room.h"
-#include "segment/admission.h"
 #include "segment/limiter.h"
 #include "session/recovery.h"
 #include "system/fault.h"

@@ -209,6 +209,9 @@ def test_stats_are_printed_by_subject_each_figure_once_and_represented_as_before
     assert len(lines) == 8
     assert max(map(len, lines)) <= 140
     no_such = {"ragged_bytes", "ragged_fill", "evicted_by_pages"} | {
+        "admitted_items",
+        "admission_limit",
+        "open_admissions",
         "policy_version",
         "age_mean",
         "age_max",

@@ -14,6 +14,7 @@ MODEL = TESTS / "model" / "replay.pml"
 GATE = MODEL.with_name("gate.pml")
 QUEUE = MODEL.with_name("queue.pml")
 PAGES = MODEL.with_name("pages.pml")
+ADMISSION = MODEL.with_name("admission.pml")
 MEMORY_MB = 6000
 DEPTH = 1_000_000
 
@@ -177,6 +178,20 @@ PAGES_NAIVE = {
 }
 
 
+ADMITTED = "CAP=2 BATCH=1 ITEMS=2 DRAWS=3 KILLS=1"
+ADMISSION_RIGHT = {
+    "two writers and a learner, one of them killed": ADMITTED,
+    "two of them killed": "CAP=2 BATCH=1 ITEMS=2 DRAWS=3 KILLS=2",
+    "batches of two": "CAP=2 BATCH=2 ITEMS=2 DRAWS=2 KILLS=1",
+}
+ADMISSION_NAIVE = {
+    "ROWSFIRST": r"truth<=",
+    "GIVEFIRST": r"truth<=",
+    "NOLOG": r"n==truth",
+    "NORECLAIM": r"n==truth",
+}
+
+
 def defines(configuration):
     values = dict(define.split("=") for define in configuration.split())
     return [f"-D{name}={value}" for name, value in values.items()]
@@ -198,6 +213,10 @@ def verify_queue(folder, configuration):
 
 def verify_pages(folder, configuration):
     return run_spin(folder, PAGES, f"{PAGES_DEFAULTS} {configuration}", ["-DSAFETY", "-DNOFAIR"], [])
+
+
+def verify_admission(folder, configuration):
+    return run_spin(folder, ADMISSION, configuration, ["-DSAFETY", "-DNOFAIR"], [])
 
 
 def run_spin(folder, model, configuration, flags, arguments):
@@ -284,3 +303,16 @@ def test_naive_pages_break_what_the_rule_is_for(tmp_path, variant):
     configuration, error = PAGES_NAIVE[variant]
     report = verify_pages(tmp_path, f"{configuration} {variant}=1")
     assert error in report, report
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ADMISSION_RIGHT)
+def test_no_admission_leaks_or_counts_twice_in_any_interleaving(tmp_path, name):
+    assert_no_error(verify_admission(tmp_path, ADMISSION_RIGHT[name]))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("variant", ADMISSION_NAIVE)
+def test_naive_admission_breaks_what_the_rule_is_for(tmp_path, variant):
+    report = verify_admission(tmp_path, f"{ADMITTED} {variant}=1")
+    assert f"assertion violated ({ADMISSION_NAIVE[variant]}" in report, report

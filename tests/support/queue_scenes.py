@@ -1,5 +1,6 @@
 """Scenes of queues, and of values of any length."""
 
+import contextlib
 import signal
 
 import numpy as np
@@ -9,6 +10,63 @@ from forked import Forked, shared_counters
 from scene import Scene
 
 import torchreplay as tr
+
+
+class Admitted(Scene):
+    """A process begins items and writes some, waits for its turn, draws, and publishes. Another has died in that."""
+
+    BATCH, MAX_AGE, CAPACITY, ROWS = 4, 1, 8, 200
+
+    def __init__(self, name):
+        limiter = tr.Admission(self.BATCH, self.MAX_AGE)
+        self.queue = tr.ReplayBuffer(
+            {"x": tr.Field((), torch.int64)}, self.CAPACITY, sampler=tr.Fifo(), limiter=limiter
+        )
+        self.next, self.came = shared_counters(1), shared_counters(self.ROWS)
+
+    def write(self, writer, n, rows):
+        with contextlib.suppress(tr.ReplayTimeout, tr.WouldBlockForever), writer.admit(n, timeout=0.01):
+            for _ in range(rows):
+                self.next[0] += 1
+                writer.append(x=self.next[0])
+
+    def draw(self):
+        if self.queue.num_items:
+            for number in self.queue.sample(self.BATCH, at_least=1)["x"].tolist():
+                self.came[number] += 1
+            self.queue.policy_version += 1
+
+    def turn(self):
+        with self.queue.writer() as writer:
+            for _ in range(5):
+                self.write(writer, 1, 1)
+                self.write(writer, 3, 2)
+                self.draw()
+            self.write(writer, 2, 0)
+            for _ in range(3):  # more than are admitted
+                self.write(writer, 4, 2)
+            self.draw()
+        self.queue.commit()
+
+    def perform(self, start):
+        for fault in (Fault("admit.counted"), Fault("admit.admitted", 3), Fault("claims.going", 2)):
+            with faulty(self.turn, faults=[fault]) as dead:
+                assert dead.wait() in (0, DIED)
+        with start(self.turn) as process:
+            return process.wait()
+
+    def check(self):
+        with self.queue.writer() as writer:
+            self.write(writer, 1, 0)
+            while self.queue.num_items:
+                self.draw()
+            self.queue.commit()
+            stats = self.queue.stats()
+            came = sum(count > 0 for count in self.came[:])
+            assert stats.open_admissions == 0, "a dead writer's items count"
+            assert stats.admitted_items <= came, "an item counts twice"
+            limit = stats.admission_limit - stats.admitted_items
+            assert limit >= self.BATCH, "writers have to wait for ever"
 
 
 class Queue(Scene):

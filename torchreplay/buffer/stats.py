@@ -21,6 +21,9 @@ SUBJECTS: tuple[tuple[str, Sequence[str]], ...] = (
 VERSIONS: tuple[str, Sequence[str]] = ("versions", ("policy_version", "age_mean", "age_max", "expired_items"))
 """Those of policy versions, which are shown where there are any."""
 
+ADMISSION: tuple[str, Sequence[str]] = ("admission", ("admitted_items", "admission_limit", "open_admissions"))
+"""Those of items that have to be admitted, which are shown where they have."""
+
 RAGGED: tuple[str, Sequence[str]] = ("ragged", ("ragged_bytes", "ragged_fill", "evicted_by_pages"))
 """Those of ragged fields, which are shown where there are any."""
 
@@ -66,8 +69,8 @@ class Stats:
             no field `policy_version`.
         age_max: The most that one of them was.
         expired_items: Items that became too old to be drawn, by the sampler's `max_age`.
-        admitted_items: Under `Admission`: items that writers have begun, that are in the queue, or that were drawn, since
-            the first one was admitted. Those that were given back do not count. 0 under other limiters.
+        admitted_items: Under `Admission`: items that writers have begun, that are in the queue, or that were drawn,
+            since the first one was admitted. Those that were given back do not count. 0 under other limiters.
         admission_limit: Under `Admission`: how many these may be at the learner's version.
         open_admissions: Under `Admission`: items that writers have begun, and neither written nor given back.
         priority_change: By how much an applied TD error changed its item's leaf, up or down, on average.
@@ -166,12 +169,13 @@ class Stats:
 
     def __str__(self) -> str:
         """Returns the figures by subject, a line each."""
-        names = [name for _, part in (*SUBJECTS, RAGGED, VERSIONS) for name in part]
+        names = [name for _, part in (*SUBJECTS, RAGGED, VERSIONS, ADMISSION) for name in part]
         rest = [name for name in self.as_dict() if name not in names]
         held, *others = SUBJECTS
         ragged = [RAGGED] if self.ragged_bytes else []
         versions = [VERSIONS] if self.policy_version or self.age_max or self.expired_items else []
-        subjects = [held, *ragged, *others, *versions, *([("shards", rest)] if rest else [])]
+        admission = [ADMISSION] if self.admission_limit else []
+        subjects = [held, *ragged, *others, *versions, *admission, *([("shards", rest)] if rest else [])]
         width = max(len(subject) for subject, _ in subjects)
         return "\n".join(
             f"{subject:<{width}}  {', '.join(f'{name} {_text(getattr(self, name))}' for name in part)}"

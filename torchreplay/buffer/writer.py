@@ -7,8 +7,8 @@ from enum import Enum
 from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
 
 from torchreplay import _C
-from torchreplay.buffer.final_observations import FinalObservations
 from torchreplay.buffer.admitted_items import AdmittedItems
+from torchreplay.buffer.final_observations import FinalObservations
 from torchreplay.buffer.jams import WriterJam, why_full, why_not_admitted
 from torchreplay.errors import ReplayTimeout, Stopped
 from torchreplay.schema.batch_plan import Roles, names_of

@@ -228,6 +228,9 @@ def _queue_rows(findings: Findings, queue: QueueFacts) -> Iterator[Row]:
     now, timeline = findings.now, findings.timeline
     age = f"the oldest came {seconds_text(queue.oldest_age)} ago" if queue.oldest_age >= 0 else ""
     yield Row("items to draw", count_text(now.drawable), now.drawable, age)
+    if now.admission_limit:
+        begun = f"of {count_text(now.admission_limit)} at this version; {count_text(now.open_admissions)} are begun"
+        yield Row("items admitted", count_text(now.admitted_items), now.admitted_items, begun)
     held = len(queue.holders)
     by = f"by {held} process{'' if held == 1 else 'es'}" if held else ""
     yield Row("items held", count_text(queue.held_items), queue.held_items, by)

@@ -42,6 +42,9 @@ COUNTERS: Final = {
     "sample_wait": "seconds that learners waited for rows",
 }
 GAUGES: Final = {
+    "admitted_items": "items of a queue that count as admitted",
+    "admission_limit": "how many these may be",
+    "open_admissions": "items that writers have begun",
     "size": "rows held",
     "capacity": "rows that fit",
     "nbytes": "bytes of shared memory, or of the file",

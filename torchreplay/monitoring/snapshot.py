@@ -122,6 +122,9 @@ class Snapshot:
         aged: Items drawn, as far as their rows say by which policy they came about.
         age_max: The most that one was behind.
         expired_items: Items that became too old to be drawn.
+        admitted_items: Under `Admission`: items that count as admitted, as in `Stats`; 0 under other limiters.
+        admission_limit: How many these may be at the learner's version.
+        open_admissions: Of these, items that writers have begun, and neither written nor given back.
         insert_wait: Seconds that writers have waited, added up.
         sample_wait: Seconds that learners have waited for rows, added up.
         priority_max: Largest raw priority |TD error| seen.
@@ -156,6 +159,9 @@ class Snapshot:
     aged: int
     age_max: int
     expired_items: int
+    admitted_items: int
+    admission_limit: int
+    open_admissions: int
     insert_wait: float
     sample_wait: float
     priority_max: float

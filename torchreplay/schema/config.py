@@ -163,12 +163,11 @@ class Config:
         if by_rank and self.capacity > MAX_RANKED:
             what = "queues" if isinstance(self.sampler, Fifo) else "draws without replacement"
             raise ValueError(f"capacity is {self.capacity}: {what} take at most {MAX_RANKED:,}")
-        if isinstance(self.sampler, Fifo):
-            if isinstance(self.view, Hindsight):
-                raise ValueError(
-                    f"sampler is {self.sampler} and view is {self.view}, which takes goals from rows that a queue no "
-                    f"longer needs; expected Rows(), Transitions(...) or Sequences(...)"
-                )
+        if isinstance(self.sampler, Fifo) and isinstance(self.view, Hindsight):
+            raise ValueError(
+                f"sampler is {self.sampler} and view is {self.view}, which takes goals from rows that a queue no "
+                f"longer needs; expected Rows(), Transitions(...) or Sequences(...)"
+            )
         self.require_fits(self.limiter)
 
     @property

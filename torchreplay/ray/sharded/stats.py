@@ -19,6 +19,7 @@ from torchreplay.schema.samplers import Uniform
 SUMS: tuple[str, ...] = ("size", "nbytes", "drawable", "updated", "stale_updates", "unready_updates", "redraws")
 SUMS += ("evicted_unsampled", "priority_total", "writers", "rows_written", "dropped_rows", "insert_wait")
 SUMS += ("held_items", "dropped_items", "expired_items", "ragged_bytes", "evicted_by_pages")
+SUMS += ("admitted_items", "admission_limit", "open_admissions")  # 0: a shard has no admission
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "absorb/pending_set.h"
+#include "segment/limiter.h"
 #include "segment/segment_memory.h"
 #include "system/fault.h"
 
@@ -21,17 +23,10 @@ class Admission {
   // Whether writers have to be admitted. That is so for as long as there is the segment, or never.
   static bool is_kept(const Header& h) { return h.limiters[0].batch_size != 0; }
 
-  // Items up to which are admitted, when the learner has come so many versions further.
-  static uint64_t limit_of(const LimiterConfig& config, int64_t versions) {
-    uint64_t batches, items;
-    const bool fits = !__builtin_add_overflow(config.max_age + 1, static_cast<uint64_t>(std::max<int64_t>(0, versions)),
-                                              &batches) &&
-                      !__builtin_mul_overflow(batches, config.batch_size, &items);
-    return fits ? std::min(items, kMaxCount) : kMaxCount;
-  }
+  // Items up to which are admitted.
   uint64_t limit() const {
     const int64_t version = header_.policy_version.load(std::memory_order_seq_cst);
-    return limit_of(header_.limiter(), header_.admission_begun ? version - header_.admission_base : 0);
+    return admission_limit(header_.limiter(), header_.admission_begun ? version - header_.admission_base : 0);
   }
 
   // Items that writers may write. O(participants ever at one time).
@@ -43,11 +38,11 @@ class Admission {
     return n;
   }
 
-  // Items that count. Rows that nobody has absorbed yet do, and those that are being written twice: a writer takes its
-  // row off what it may write when it is there. So it is never too few, as the sum is taken before the look at rows.
+  // Items that count. A writer takes its row off what it may write when it is there. So it is never too few, as the sum
+  // is taken before the look at rows. O(participants ever at one time, and rows that nobody has absorbed).
   uint64_t count() const {
-    const uint64_t may_write = open(), unseen = header_.head.load(std::memory_order_acquire) - header_.absorbed;
-    return may_write + unseen + header_.pending + static_cast<uint64_t>(memory_.tree().count()) + handed_out();
+    const uint64_t may_write = open();
+    return may_write + unseen() + static_cast<uint64_t>(memory_.tree().count()) + handed_out();
   }
 
   // Items that may still be admitted.
@@ -68,6 +63,28 @@ class Admission {
   }
 
  private:
+  // So many tickets are looked at one by one. Of more each counts, until they are absorbed.
+  static constexpr uint64_t kMostLooked = 64;
+
+  // Rows that are there and not absorbed. Those that are being written are among what their writers may write; those
+  // that will never be there are not.
+  uint64_t unseen() const {
+    const uint64_t head = header_.head.load(std::memory_order_acquire), absorbed = std::min(head, header_.absorbed);
+    if (head - absorbed > kMostLooked) return head - absorbed + header_.pending;
+    uint64_t n = 0;
+    for (uint64_t key = absorbed; key < head; key++) n += is_unseen(memory_.slot_of(key), key);
+    PendingSet(memory_).each([&](uint64_t slot) {
+      if (slot < absorbed) n += is_unseen(slot, absorbed - 1 - (absorbed - 1 - slot) % memory_.capacity());
+    });
+    return n;
+  }
+
+  // Whether the row of that ticket is in the slot, and not absorbed.
+  bool is_unseen(uint64_t slot, uint64_t key) const {
+    const uint64_t word = memory_.row(slot).word.load(std::memory_order_acquire);
+    return slot_word::is_row(word) && slot_word::key1(word) == key + 1 && memory_.at(slot) != key + 1;
+  }
+
   // After a death in between it begins again.
   void begin() {
     if (header_.admission_begun) return;
