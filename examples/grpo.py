@@ -114,8 +114,8 @@ def reward_of(task: list[int], answer: list[int]) -> float:
 
 
 def random_task(dice: random.Random) -> list[int]:
-    """Returns two or three digits."""
-    return dice.choices(range(10), k=dice.randint(2, MOST_DIGITS))
+    """Returns two or three digits, all different."""
+    return dice.sample(range(10), k=dice.randint(2, MOST_DIGITS))
 
 
 @torch.no_grad()
