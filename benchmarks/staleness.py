@@ -24,7 +24,7 @@ SHORTEST, LONGEST = 100, 32_000
 """Tokens of a rollout; longer ones are cut, as trainers do."""
 TAIL = 1.5
 """Exponent of the Pareto distribution. Uncut, its mean is three times the shortest, and its variance is infinite."""
-MEAN = SHORTEST + SHORTEST / (TAIL - 1) * (1 - (SHORTEST / LONGEST) ** (TAIL - 1))
+MEAN: float = SHORTEST + SHORTEST / (TAIL - 1) * (1 - (SHORTEST / LONGEST) ** (TAIL - 1))
 """Mean length of the cut distribution, the integral of P(length > x)."""
 ROOM = 16_384
 """Rows of a queue: far more than are ever written between two draws, which drop what is too old."""
