@@ -24,8 +24,10 @@ SHORTEST, LONGEST = 100, 32_000
 """Tokens of a rollout; longer ones are cut, as trainers do."""
 TAIL = 1.5
 """Exponent of the Pareto distribution. Uncut, its mean is three times the shortest, and its variance is infinite."""
-MEAN = SHORTEST + SHORTEST / (TAIL - 1) * (1 - (SHORTEST / LONGEST) ** (TAIL - 1))
+MEAN: float = SHORTEST + SHORTEST / (TAIL - 1) * (1 - (SHORTEST / LONGEST) ** (TAIL - 1))
 """Mean length of the cut distribution, the integral of P(length > x)."""
+ROOM = 16_384
+"""Rows of a queue: far more than are ever written between two draws, which drop what is too old."""
 LEARNER = -1
 """Whose event it is, where others are those of a generator."""
 
@@ -58,11 +60,10 @@ class Scene:
         return self.load * MEAN * self.batch_size / self.generators
 
     def queue(self) -> tr.ReplayBuffer:
-        """Returns a queue with room for what an admission lets begin, whoever bounds the age."""
-        room = (self.max_age + 2) * self.batch_size + self.generators
+        """Returns a queue that never becomes full, so that nothing but an admission has generators wait."""
         sampler = tr.Fifo(max_age=None if self.bound == "admission alone" else self.max_age)
         limiter = tr.MinSize(1) if self.bound == "dropping" else tr.Admission(self.batch_size, self.max_age)
-        return tr.ReplayBuffer(SPEC, room, sampler=sampler, limiter=limiter)
+        return tr.ReplayBuffer(SPEC, ROOM, sampler=sampler, limiter=limiter)
 
 
 @dataclass
@@ -117,15 +118,12 @@ class Simulation:
         self._scene, self.outcome = scene, Outcome()
         self._queue = scene.queue()
         self._writers = [self._queue.writer() for _ in range(scene.generators)]
-        for writer in self._writers:
-            writer.timeout = 0.0
         self._blocks: dict[int, AbstractContextManager[None]] = {}
         self._lengths = lengths(scene.seed)
         self._order = itertools.count()
         self._events: list[tuple[float, int, int]] = []  # when, in which order, whose
         self._under_way: dict[int, int] = {}  # the number of each generator's rollout
         self._to_begin: dict[int, float] = dict.fromkeys(range(scene.generators), 0.0)  # and since when they wait
-        self._to_write: dict[int, float] = {}
         self._idle_since: float | None = 0.0  # of the learner; None: it learns
 
     def run(self) -> Outcome:
@@ -133,7 +131,9 @@ class Simulation:
         scene, now, version = self._scene, 0.0, 0
         with self._queue:
             while version < scene.steps:
-                self._go_on(now)
+                self._begin(now)
+                if self._learn(now):
+                    self._begin(now)  # a draw drops what is too old, and gives it back
                 now, _, who = heapq.heappop(self._events)
                 if who == LEARNER:
                     version += 1
@@ -141,32 +141,18 @@ class Simulation:
                     self._queue.policy_version = version
                     self._idle_since = now
                 else:
-                    self._to_write[who] = now
+                    self._write(who, now)
             self.outcome.expired = self._queue.stats().expired_items
         self.outcome.time = now
-        waiting = [*self._to_begin.values(), *self._to_write.values()]
-        self.outcome.generators_waited += sum(now - since for since in waiting)
+        self.outcome.generators_waited += sum(now - since for since in self._to_begin.values())
         return self.outcome
 
-    def _go_on(self, now: float) -> None:
-        """Lets everybody do what it can, until nobody can do anything before time goes on."""
-        drawn = True
-        while drawn:  # a draw drops what is too old, and so makes room
-            self._write(now)
-            self._begin(now)
-            drawn = self._learn(now)
-
-    def _write(self, now: float) -> None:
-        """Has generators store what they have finished, as far as there is room."""
-        for generator in tuple(self._to_write):
-            try:
-                self._writers[generator].append(number=self._under_way[generator])
-            except (tr.ReplayTimeout, tr.WouldBlockForever):
-                return
-            if block := self._blocks.pop(generator, None):
-                block.__exit__(None, None, None)
-            self.outcome.generators_waited += now - self._to_write.pop(generator)
-            self._to_begin[generator] = now
+    def _write(self, generator: int, now: float) -> None:
+        """Has a generator store what it has finished."""
+        self._writers[generator].append(number=self._under_way[generator])
+        if block := self._blocks.pop(generator, None):
+            block.__exit__(None, None, None)
+        self._to_begin[generator] = now
 
     def _begin(self, now: float) -> None:
         """Has generators begin, as far as they are admitted."""

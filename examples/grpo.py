@@ -114,8 +114,8 @@ def reward_of(task: list[int], answer: list[int]) -> float:
 
 
 def random_task(dice: random.Random) -> list[int]:
-    """Returns two or three digits."""
-    return dice.choices(range(10), k=dice.randint(2, MOST_DIGITS))
+    """Returns two or three digits, all different."""
+    return dice.sample(range(10), k=dice.randint(2, MOST_DIGITS))
 
 
 @torch.no_grad()
@@ -217,7 +217,7 @@ def learn(queue: tr.ReplayBuffer, args: Args) -> None:
             loss.backward()
             nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
-            weights.publish(policy, buffer=queue)
+            queue.policy_version = weights.publish(policy)  # first the weights: who is admitted then pulls them
             monitor.step(step)
             oldest = max(oldest, int(batch["age"].max()))
             if step % args.save_every == 0:

@@ -26,10 +26,10 @@ BOUNDS = {
 QUANTITIES = {
     "learner waits, %": "Learner waits, % of the time",
     "generators wait, %": "Generators wait, % of the time",
-    "dropped, %": "Rollouts dropped for their age, %",
-    "beyond max_age, %": "Learned from beyond max_age, %",
+    "dropped, %": "Dropped for their age, %",
+    "beyond max_age, %": "Learned from too old, %",
 }
-ROWS = {"1": "a learner as fast as the generators", "2": "a learner half as fast"}
+ROWS = {"1": "learner as fast as generators", "2": "learner half as fast"}
 
 
 @dataclass
@@ -49,18 +49,17 @@ def main(args: Args) -> None:
     with rc_context(style(LIGHT)):
         figure = Figure(figsize=(13, 6.6), dpi=110, layout="constrained")
         grid = figure.subplots(len(ROWS), len(QUANTITIES), sharey="col")
+        for axes, title in zip(grid[0], QUANTITIES.values(), strict=True):
+            axes.set_title(title, fontsize=11)
         for row, (load, speed) in zip(grid, ROWS.items(), strict=True):
-            for axes, (quantity, title) in zip(row, QUANTITIES.items(), strict=True):
+            for axes, quantity in zip(row, QUANTITIES, strict=True):
                 for place, (bound, (name, color)) in enumerate(BOUNDS.items()):
                     heights = [lines[f"load {load}, max_age {age}: {quantity}"][bound]["median"] for age in ages]
                     axes.bar([x + 0.27 * (place - 1) for x in range(len(ages))], heights, 0.25, color=color, label=name)
                 axes.set_xticks(range(len(ages)), [str(age) for age in ages])
                 axes.grid(axis="x", visible=False)
-                if row is grid[0]:
-                    axes.set_title(title, fontsize=11)
-                else:
-                    axes.set_xlabel("max_age")
-            row[0].set_ylabel(speed)
+                axes.set_xlabel("max_age")
+            row[0].set_ylabel(speed, fontsize=10)
         figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
         figure.savefig(args.to)
 

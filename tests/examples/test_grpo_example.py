@@ -146,7 +146,7 @@ def test_admission_lets_generators_begin_as_much_as_will_be_in_time(grpo):
             assert batch["age"].max() <= 1
             assert queue.stats().rows_written <= (args.max_age + version) * 16
             queue.commit()
-            weights.publish(policy, buffer=queue)
+            queue.policy_version = weights.publish(policy)
 
 
 @pytest.mark.slow
