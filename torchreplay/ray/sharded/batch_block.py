@@ -19,7 +19,7 @@ from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.spec import Column, Field, Path, Ragged, nest
 from torchreplay.schema.tensor_info import ALIGNMENT
 
-KEPT = 4
+KEPT = 16
 """Blocks that wait to be used again, at most."""
 
 RESERVED: Final[Mapping[Path, Field]] = {("key",): Field((), torch.int64), **DRAWN}
@@ -89,7 +89,8 @@ class Layout:
 
     def new_block(self, n: int) -> torch.Tensor:
         """Returns a block for `n` items, uint8, of any content, in memory of its own."""
-        return self._memory.take(max(ALIGNMENT, self._packing(n).nbytes))  # a view of no memory is refused
+        nbytes = max(ALIGNMENT, self._packing(n).nbytes)  # a view of no memory is refused
+        return self._memory.take(nbytes, nbytes // 8)
 
     def new_batch(self, n: int) -> ReplayBatch:
         """Returns a batch of `n` items of any content, in memory of its own."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import CancelledError, Future
-from concurrent.futures import wait as wait_for_futures
+from concurrent.futures import CancelledError, Future, TimeoutError
+from contextlib import suppress
 from typing import Any, Final
 
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.ray.sharded.local_shard import Gone
+from torchreplay.ray.sharded.shard_link import LinkBroken
 from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait
 
 UNREACHABLE_SECONDS: Final = 30.0
@@ -79,6 +80,9 @@ class ReplyCollector:
         errors = self._ray.exceptions
         try:
             answer = call.result() if isinstance(call, Future) else self._ray.get(call)
+        except LinkBroken as error:  # the next call shows whether the shard is there
+            logger.warning("an answer from %s was lost with its connection: %s", self._name(number), error)
+            return None
         except CancelledError:  # this process has let go of the shard, which others still use
             return None
         except errors.ObjectLostError as error:  # the next call shows whether the shard is there
@@ -118,8 +122,11 @@ class ReplyCollector:
         left = [call for call in calls if not isinstance(call, Future)]
         if left:
             left = self._ray.wait(left, num_returns=len(left), timeout=seconds)[1]
-        elif here and seconds:
-            wait_for_futures(here, seconds)
+        until = time.monotonic() + seconds
+        for call in here:
+            if not call.done():
+                with suppress(CancelledError, TimeoutError):
+                    call.exception(max(0.0, until - time.monotonic()))
         return left + [call for call in here if not call.done()]
 
 

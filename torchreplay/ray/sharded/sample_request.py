@@ -54,12 +54,12 @@ class SampleRequest:
         self._shards, self._layout, self._chance = shards, layout, chance
         into = here and not layout.is_ragged
         self._batch = layout.new_batch(n) if into and place is None else place
-        self._here, self._room = layout if here else None, self._batch if into else None
+        self._room = self._batch if into else None
         numbers = sorted(shards.table.entries)
         known = [shards.figures[k].drawn.total if k in shards.figures else 0.0 for k in numbers]
         asked = candidates(known, n, slack)
         # What the answers will be got by, by number.
-        self.calls = shards.order(dict(zip(numbers, asked, strict=True)), self._here, self._room)
+        self.calls = shards.order(dict(zip(numbers, asked, strict=True)), layout, self._room)
 
     def finish(
         self, sampler: Sampler, beta: float, wait: Wait, budget: Mapping[str, int] | None = None
@@ -133,4 +133,4 @@ class SampleRequest:
                 return answers
             self.asked_again, tries = True, tries + 1
             answers = {number: answer for number, answer in answers.items() if number not in short}
-            answers |= self._shards.hear(self._shards.order(short, self._here, self._room), wait)
+            answers |= self._shards.hear(self._shards.order(short, self._layout, self._room), wait)

@@ -23,6 +23,7 @@ from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, LearnerReport, Rule
 from torchreplay.ray.sharded.remote_shard import RemoteAttachment
 from torchreplay.ray.sharded.reply_collector import ReplyCollector
+from torchreplay.ray.sharded.shard_link import ShardLinks
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport
 from torchreplay.ray.sharded.shard_table import LostShard, ShardEntry, ShardTable
 from torchreplay.schema.batch import ReplayBatch
@@ -74,6 +75,7 @@ class ShardClient:
         self.remote = RemoteAttachment(self._shard_to_write_to, self._answers)
         # The shard on this node, which is drawn from and fed back to through shared memory once it is attached
         self.local = LocalAttachment(self._lock, self.entry_here, self._answers)
+        self.links = ShardLinks()  # to the shards of other nodes
         self.node = ray_node()  # Ray's id of the node that this process is on
         # What each shard said last, by number; an older answer changes nothing. Never changed: there is another mapping
         # when one says more.
@@ -210,6 +212,7 @@ class ShardClient:
 
     def release(self) -> None:
         """Lets go of the shards that this process reads and writes."""
+        self.links.keep(())
         self.local.release()
         self.remote.release()
 
@@ -257,18 +260,24 @@ class ShardClient:
     ) -> dict[int, Any]:
         """Asks shards for so many candidates each, 0 for figures alone; returns what their answers will be got by.
 
-        The shard that is attached draws its candidates here, into `room`, from the first row on, where it is given.
-        Without `layout` it is asked as the others are.
+        The shard that is attached draws its candidates here, into `room`, from the first row on, where it is given; the
+        others send theirs over a connection of their own. Without `layout` all are called through Ray.
         """
         self.coordinator.require_own_process()
         largest = self.limiter.largest
         with self._lock:
             entries, local = self.table.entries, self.local.shard if layout is not None else None
-            calls: dict[int, Any] = {
-                number: entries[number].actor.draw.remote(count, largest)
-                for number, count in candidates.items()
-                if number in entries and (local is None or number != local.number)
-            }
+        calls: dict[int, Any] = {}
+        for number, count in candidates.items():
+            entry = entries.get(number)
+            if entry is None or (local is not None and number == local.number):
+                continue
+            link = None if layout is None else self.links.to(entry)
+            calls[number] = (
+                entry.actor.draw.remote(count, largest)
+                if link is None or layout is None
+                else link.draw(count, largest, layout)
+            )
         if layout is not None and local is not None and local.number in candidates:  # while the others are asked
             calls[local.number] = local.draw(candidates[local.number], largest, layout, room)
         return calls
@@ -351,9 +360,10 @@ class ShardClient:
             if entry is None:
                 return None
             local = self.local.shard
-            if local is not None and local.number == number:
-                return local.update(keys, td)
-            return entry.actor.update.remote(keys, td)
+        if local is not None and local.number == number:
+            return local.update(keys, td)
+        link = self.links.to(entry)
+        return entry.actor.update.remote(keys, td) if link is None else link.update(keys, td)
 
     # Answers
 
@@ -443,6 +453,7 @@ class ShardClient:
                 self.coordinator.tell("lost", lost.number, rows, inserted, "")
         self.table = table
         self.figures = {number: figures for number, figures in self.figures.items() if number in table.entries}
+        self.links.keep(table.entries.values())
         if self.local.shard is not None:
             entry = table.entries.get(self.local.shard.number)
             if entry is None or entry.node != self.node:  # a shard that was restored has another number

@@ -55,7 +55,7 @@ class ShardedReplay(Replay):
 
     Each node has a shard: an ordinary `ReplayBuffer` in that node's shared memory, held by an actor. Explorers write to
     the shard of the node they run on, without a message. Learners draw from all shards at once: through shared memory
-    on their own node, through Ray's object store from the others::
+    on their own node, over TCP from the others::
 
         replay = ShardedReplay(spec, capacity=10_000_000, sampler=tr.Prioritized())
         explorer.remote(replay)                    # there: with replay.writer() as w: w.append(...)
@@ -288,6 +288,7 @@ class ShardedReplay(Replay):
         checked_choice("missing", missing, MISSING)
         self._require_open()
         self._feedback.apply_arrived()
+        self._feedback.hear(0)
         wanted = keys_of(keys, self._nonce) if isinstance(keys, dict) else keys
         batch = self._sampler.gather(wanted)
         if missing == "raise":
@@ -488,6 +489,7 @@ class ShardedReplay(Replay):
         self._require_open()
         bins = checked_int("bins", bins, 1, 1 << 20)
         self._feedback.apply_arrived()
+        self._feedback.hear(0)
         entries = self._shards.look().entries
         calls = {number: entry.actor.histograms.remote(bins) for number, entry in entries.items()}
         return merged_histograms(list(self._shards.calls.collect(calls).values()), bins)

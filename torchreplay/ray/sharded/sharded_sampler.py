@@ -421,7 +421,9 @@ class SampleRequestStream:
                 self._ordered += 1
             while (taken := ahead.take(wait.slice_ns())) is None:
                 if wait.expired:
-                    raise ReplayTimeout(f"no batch of {self._batch_size:,} in time: its lock does not come free")
+                    raise ReplayTimeout(
+                        f"no batch of {self._batch_size:,} in time: the buffer's lock does not come free"
+                    )
             if taken.__class__ is not ReplayBatch:  # why there is none is found out by a round of calls
                 self._leave()
                 return None

@@ -1,0 +1,171 @@
+"""Draws and feedback over a connection of a learner's own: what comes through, and what ends it. Without Ray."""
+
+import socket
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from local_shards import SPEC
+
+import torchreplay as tr
+from torchreplay.ray.sharded import shard_link
+from torchreplay.ray.sharded.batch_block import Layout
+from torchreplay.ray.sharded.shard_actor import Shard
+from torchreplay.ray.sharded.shard_link import LinkBroken, ShardLink, ShardLinks
+from torchreplay.ray.sharded.shard_server import Address, ShardServer
+from torchreplay.ray.sharded.wire import HELLO, REQUEST
+from torchreplay.schema.config import Config
+
+RAGGED = {**SPEC, "tokens": tr.Ragged("int32")}
+SECONDS = 20
+
+
+class Served:
+    """A shard of 50 rows, a server and a link to it; `before` is called before each draw."""
+
+    def __init__(self, spec=SPEC):
+        config = Config.of(spec, 100, tr.Prioritized(alpha=1.0), None, None, None, 1 << 16 if spec is RAGGED else None)
+        self.layout, self.shard = Layout(config.outputs()), Shard(3, config, 1, None)
+        self.shard.open()
+        rows = {"home": np.arange(50), "index": np.arange(50)}
+        if spec is RAGGED:
+            rows["tokens"] = [np.full(i % 4, i, np.int32) for i in range(50)]
+        self.shard._buffer.extend(**rows)
+        self.before = lambda: None
+        self.server = ShardServer("127.0.0.1", self._draw, self.shard.update)
+        self.link = ShardLink(self.server.address, None)
+
+    def _draw(self, n, largest):
+        self.before()
+        return self.shard.draw(n, largest)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.link.close()
+        self.server.close()
+        self.shard._buffer.close()
+
+
+def test_a_draw_brings_the_items_and_what_they_were_drawn_from():
+    with Served() as served:
+        report, block = served.link.draw(32, 1.0, served.layout).result(SECONDS)
+        batch = served.layout.batch_over(torch.from_numpy(block), 32)
+        assert torch.equal(batch["home"], batch["index"])
+        assert torch.equal(batch["key"], batch["index"] + (3 << 48))
+        assert report.candidates == 32
+        assert report.drawn == served.shard.draw(0, 0.0)[0].drawn
+        due = served.shard._buffer.stats().as_dict()
+        exact = {name: value for name, value in due.items() if name not in ("last_write_age", "sample_wait_share")}
+        assert {name: getattr(report.stats, name) for name in exact} == exact
+        assert {type(getattr(report.stats, name)) for name in ("size", "priority_max", "stopped")} == {int, float, bool}
+
+
+def test_values_of_any_length_come_with_their_lengths():
+    with Served(RAGGED) as served:
+        report, block = served.link.draw(32, 1.0, served.layout).result(SECONDS)
+        batch = served.layout.joined([(block, report.candidates, np.arange(32))])
+        for i, at in enumerate(batch["index"].tolist()):
+            begin, end = batch["offsets"]["tokens"][i : i + 2].tolist()
+            assert batch["tokens"][begin:end].tolist() == [at] * (at % 4)
+
+
+def test_feedback_comes_before_the_draws_asked_for_later():
+    with Served() as served:
+        errors = np.linspace(1, 3, 50)
+        done = served.link.update(np.arange(50), errors)
+        report, _ = served.link.draw(4, 1.0, served.layout).result(SECONDS)
+        assert done.result(0)
+        assert report.drawn.total == pytest.approx((errors + served.shard._config.sampler.eps).sum(), rel=1e-6)
+
+
+def test_what_the_shard_raises_is_raised_and_the_connection_goes_on():
+    with Served() as served:
+        with pytest.raises(ValueError, match="key 77 at index 1 was never issued"):
+            served.link.update(np.array([1, 77]), np.ones(2)).result(SECONDS)
+        assert served.link.draw(4, 1.0, served.layout).result(SECONDS)[0].candidates == 4
+
+
+@pytest.mark.parametrize("hello", [HELLO + bytes(32), b"another program's\n" * 4])
+def test_who_does_not_know_the_secret_is_not_heard(hello):
+    with Served() as served, socket.create_connection(served.server.address[:2], SECONDS) as stranger:
+        stranger.sendall(hello[: len(HELLO) + 32])
+        assert stranger.recv(1) == b""
+        with pytest.raises(OSError, match="connection"):
+            ShardLink(served.server.address._replace(secret=bytes(32)), None)
+
+
+@pytest.mark.parametrize("request_", [REQUEST.pack(b"trsh", 0, 1 << 31, 1.0), REQUEST.pack(b"what", 0, 4, 1.0)])
+def test_a_request_that_makes_no_sense_ends_the_connection(request_):
+    with Served() as served:
+        served.link._connection.sendall(request_)
+        broken = served.link.draw(4, 1.0, served.layout)
+        with pytest.raises(LinkBroken):
+            broken.result(SECONDS)
+        with pytest.raises(LinkBroken):
+            served.link.draw(4, 1.0, served.layout).result(SECONDS)
+
+
+def test_an_answer_that_makes_no_sense_ends_the_connection():
+    with Served() as served, socket.create_server(("127.0.0.1", 0)) as liar:
+
+        def lie():
+            connection, _ = liar.accept()
+            connection.recv(100)
+            connection.sendall(HELLO + b"\x00" * 1000)
+
+        threading.Thread(target=lie, daemon=True).start()
+        link = ShardLink(Address(*liar.getsockname(), b"any"), None)
+        with pytest.raises(LinkBroken):
+            link.draw(4, 1.0, served.layout).result(SECONDS)
+
+
+class Dead(Exception):
+    """Ray's word for it."""
+
+
+def test_a_shard_that_ray_knows_to_be_dead_is_not_waited_for(monkeypatch):
+    def get(call):
+        raise Dead
+
+    ray = SimpleNamespace(
+        exceptions=SimpleNamespace(RayError=Dead),
+        wait=lambda calls, timeout: (calls, []),
+        get=get,
+        is_initialized=lambda: True,
+    )
+    monkeypatch.setattr(shard_link, "WATCH_SECONDS", 1)
+    monkeypatch.setattr(shard_link, "import_ray", lambda: ray)
+    with Served() as served:
+        held = threading.Event()
+        served.before = lambda: held.wait(SECONDS)
+        actor = SimpleNamespace(draw=SimpleNamespace(remote=lambda *_: "a call"))
+        link = ShardLink(served.server.address, actor)
+        with pytest.raises(Dead):
+            link.draw(4, 1.0, served.layout).result(SECONDS)
+        held.set()
+
+
+def test_where_no_connection_can_be_made_it_is_said_once_and_ray_is_called(caplog):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = Address(*closed.getsockname(), b"any")
+    links, asked = ShardLinks(), []
+
+    def remote():
+        asked.append(None)
+        return address
+
+    links._ray = SimpleNamespace(get=lambda call, timeout: call, exceptions=links._ray.exceptions)
+    entry = SimpleNamespace(
+        number=2,
+        node="b",
+        handle=SimpleNamespace(nonce=7),
+        actor=SimpleNamespace(address=SimpleNamespace(remote=remote)),
+    )
+    assert [links.to(entry) for _ in range(3)] == [None] * 3
+    (record,) = caplog.records
+    assert "shard 2 on node b is called through Ray, which is slower" in record.getMessage()
+    assert len(asked) == 1
