@@ -217,7 +217,7 @@ def learn(queue: tr.ReplayBuffer, args: Args) -> None:
             loss.backward()
             nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
-            queue.policy_version = weights.publish(policy)  # first the weights: who is admitted then pulls them
+            weights.publish(policy, buffer=queue)
             monitor.step(step)
             oldest = max(oldest, int(batch["age"].max()))
             if step % args.save_every == 0:

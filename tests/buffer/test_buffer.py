@@ -103,6 +103,7 @@ def test_stats_count_what_was_done_by_anyone():
         age_mean=0.0,
         age_max=0,
         expired_items=0,
+        **dict.fromkeys(("admitted_items", "admission_limit", "open_admissions"), 0),
         evicted_by_pages=0,
         ragged_bytes=0,
         ragged_fill=0.0,

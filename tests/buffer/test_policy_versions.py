@@ -355,6 +355,30 @@ def test_publishing_sets_the_buffers_version_and_pulling_a_writers():
         assert buffer.gather([key])["age"].tolist() == [1]
 
 
+class AdmittedPuller:
+    """Pulls as soon as the learner's version grows, as does a writer that waits to be admitted."""
+
+    def __init__(self, weights, policy):
+        self.weights, self.policy = weights, policy
+
+    @property
+    def policy_version(self):
+        return 0
+
+    @policy_version.setter
+    def policy_version(self, version):
+        assert self.weights.pull(self.policy)
+
+
+def test_who_begins_when_the_buffers_version_grows_pulls_the_weights_of_that_version():
+    policy, acting = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    weights = tr.SharedWeights(policy)
+    assert weights.pull(acting)
+    torch.nn.init.constant_(policy.weight, 7.0)
+    weights.publish(policy, buffer=AdmittedPuller(weights, acting))
+    assert (acting.weight == 7.0).all()
+
+
 def test_a_buffer_that_has_no_version_is_refused_and_nothing_is_published():
     policy = torch.nn.Linear(2, 1)
     weights = tr.SharedWeights(policy)

@@ -10,7 +10,7 @@ from torchreplay.buffer.jams import Need
 from torchreplay.monitoring.slots import SlotSample
 from torchreplay.monitoring.snapshot import LiveBuffer, Participant, Snapshot
 from torchreplay.monitoring.timeline import Timeline
-from torchreplay.schema.limiters import SamplesPerInsert
+from torchreplay.schema.limiters import Admission, SamplesPerInsert
 from torchreplay.schema.samplers import Prioritized
 from torchreplay.segment.process_state import is_stopped, state_of
 
@@ -228,7 +228,7 @@ def _starving(findings: Findings) -> Iterator[Advice]:
     if now.queue is not None and findings.timeline.insert_wait_share(OVER) >= WAITING:
         return  # both sides wait: more explorers would wait, too
     limiter = now.limiter
-    if now.inserted < limiter.min_size:
+    if not isinstance(limiter, Admission) and now.inserted < limiter.min_size:
         text = f"Learners wait for the first {limiter.min_size:,} items: {now.inserted:,} are there."
         yield Advice("starving", text, "note")
     elif isinstance(limiter, SamplesPerInsert):

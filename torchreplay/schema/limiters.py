@@ -98,13 +98,14 @@ class SamplesPerInsert:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Of a queue: no item is begun that would be too old when a learner draws it.
+    """Of a queue: an item is begun only when its turn to be drawn comes in time.
 
-    A generator begins each item in `with writer.admit():`, which waits for its turn. So nothing is generated in vain,
-    where `Fifo(max_age=...)` drops what has become too old. At most `(max_age + 1 + version) * batch_size` items are
-    admitted in all. `version` is by how much `buffer.policy_version` has grown since the first one. The formula is that
-    of AReaL (https://arxiv.org/abs/2505.24298, section 5.1). It keeps its promise where the learner draws batches of
-    `batch_size` items, and publishes one version after each.
+    A generator begins each item in `with writer.admit():`, which waits for its turn. So little is generated in vain,
+    where `Fifo(max_age=...)` alone drops what has become too old. At most `(max_age + 1 + version) * batch_size` items
+    are admitted in all. `version` is by how much `buffer.policy_version` has grown since the first one. The formula is
+    that of AReaL (https://arxiv.org/abs/2505.24298, section 5.1). It keeps its promise where the learner draws batches
+    of `batch_size` items, and publishes one version after each. An item that takes longer than those begun after it may
+    still come too late: `Fifo(max_age=...)` beside it drops such a straggler.
 
     What is admitted and never comes to be drawn is given back: a block that ends without its row, by an exception or
     without one; a writer that died; an item that was dropped, discarded or has become too old. When a buffer is opened

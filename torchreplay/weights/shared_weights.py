@@ -133,7 +133,8 @@ class SharedWeights(Transient):
 
         Args:
             module: Built like the one given to the constructor.
-            buffer: Whose `policy_version` becomes that version, just before anybody can pull it. None: none's.
+            buffer: Whose `policy_version` becomes that version, as soon as everybody can pull it: who is admitted by
+                it pulls these weights. None: none's.
 
         Raises:
             ValueError: The module's weights differ in name, shape or dtype from those of the constructor. Or the
@@ -162,12 +163,18 @@ class SharedWeights(Transient):
         try:  # before the lock is taken: a signal's handler may raise as soon as it is
             self._begin_publish()
             version = self.version + 1
+            if buffer is not None and buffer.policy_version > version:
+                raise ValueError(
+                    f"these weights would be of version {version:,}, and the buffer's policy_version is at "
+                    f"{buffer.policy_version:,}: it only grows, or rows of other weights would have the same version; "
+                    f"go on counting, such as by SharedWeights(module, version=buffer.policy_version)"
+                )
             self._write(state, version)
-            if buffer is not None:
-                buffer.policy_version = version
             complete = True
         finally:
             self._native.end_publish(complete)
+        if buffer is not None:
+            buffer.policy_version = version
         return version
 
     def _begin_publish(self) -> None:
