@@ -55,7 +55,8 @@ struct QueueState {
     const QueueTables tables(m.base(), m.layout());
     oldest = tables.oldest_need();
     holders = tables.holders();
-    if ((admits = Admission::is_kept(h))) {
+    admits = Admission::is_kept(h);
+    if (admits) {
       const Admission admission(m);
       may_admit = admission.room();
       may_write = admission.open();
