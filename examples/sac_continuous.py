@@ -212,8 +212,7 @@ def main(args: Args) -> None:
     weights = tr.SharedWeights(learner.actor)
     limiter = tr.SamplesPerInsert(args.batch_size / args.steps_per_update, args.start_steps)
     options = {"view": tr.Transitions(args.n_step, args.gamma), "limiter": limiter, "seed": args.seed}
-    options["name"] = args.env
-    buffer = tr.ReplayBuffer(tr.spec_from_env(env), args.capacity, **options)
+    buffer = tr.ReplayBuffer(tr.spec_from_env(env), args.capacity, name=args.env, **options)
     common = {"backend": "process", "seed": args.seed}
     pool = ExplorerPool(partial(explore, args=args), args.num_explorers, buffer, weights, **common)
     judge = partial(evaluate, env=args.env, episodes=args.eval_episodes)
