@@ -8,6 +8,7 @@ import doctest
 import inspect
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import torchreplay as tr
 VIEWS = ("Hindsight", "Rows", "Sequences", "Transitions")
 NOT_FOR_USERS = {
     *(f"{view}.{name}" for view in VIEWS for name in ("native", "plan", "roles")),
-    *(f"{limiter}.{name}" for limiter in ("MinSize", "SamplesPerInsert") for name in ("bounds", "native")),
+    *(f"{limiter}.{name}" for limiter in ("Admission", "MinSize", "SamplesPerInsert") for name in ("bounds", "native")),
     "Hindsight.as_data",
     "Hindsight.finish",
     "Hindsight.is_same_but_for_functions",
@@ -73,9 +74,18 @@ WITH = sorted(PUBLIC.keys() - WITHOUT)
 SLOW = {"ReplayBatch.to_tensordict"}  # it imports tensordict
 
 
+def pages_from(page: Path) -> Iterator[str]:
+    """Yields the text of a page of the site, and of those below it, in the order of its table of contents."""
+    text = page.read_text()
+    yield text
+    for listed in re.findall(r"^```{toctree}\n(?::.*\n)*\n((?:.+\n)+)```", text, re.MULTILINE):
+        for name in listed.split():
+            yield from pages_from(page.parent / f"{name}.md")
+
+
 def shown() -> list[str]:
     """Returns what the reference shows, in its order."""
-    text = "".join(page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md")))
+    text = "".join(pages_from(ROOT / "docs" / "api" / "index.md"))
     found = []
     for name, options in re.findall(r"^\.\. auto\w+:: torchreplay\.([\w.]+)\n((?:   :.*\n)*)", text, re.MULTILINE):
         found.append(name)

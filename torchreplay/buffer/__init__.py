@@ -1,6 +1,7 @@
 """The replay buffer of one machine: writing, sampling, feeding TD errors back."""
 
 __all__ = [
+    "admitted_items",
     "base",
     "episodes",
     "final_observations",
