@@ -146,6 +146,7 @@ class SegmentLock {
     }
     header_.max_raw = 1;
     restart_limiter(header_, static_cast<uint64_t>(memory_.tree().count()));
+    header_.admission_begun = 0;  // whoever holds an item that has gone gives nothing back
     TORCHREPLAY_FAULT("clear.over");
   }
 

@@ -11,7 +11,7 @@ import torchreplay as tr
 SPEC = {"number": tr.Field((), torch.int64), "wide": {"image": tr.Field((600,), torch.int32)}}
 ALPHA = 0.7
 BOOT = 4096 - 64 + 8  # where the file names the boot of the machine
-MUTEX, HOLDER = 512, 816  # where the lock is, and who holds it
+MUTEX, HOLDER = 512, 848  # where the lock is, and who holds it
 
 
 def rows(first, n):

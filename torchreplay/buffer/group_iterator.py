@@ -45,6 +45,16 @@ class GroupJam(LearnerJam):
             f"groups are dropped or given with min_size= members"
         )
 
+    def _advice_of_admission(self, mine: int) -> str:
+        waiting = waiting_groups(self._segment, self._groups)
+        if not waiting:
+            return super()._advice_of_admission(mine)
+        held = "call commit() first, " if mine else ""
+        return (
+            f"{described(waiting, self._groups)}; {held}begin the members of a group in one block, `with "
+            f"writer.admit({self._groups.size}):`, or give timeout="
+        )
+
 
 class GroupIterator(QueueIterator):
     """As `QueueIterator`, of whole groups. Each batch is drawn when it is asked for.
@@ -77,7 +87,8 @@ class GroupIterator(QueueIterator):
         counts.dropped_items += items
         if batch is None:
             if told[0] == "wait":
-                self._jam.check(n, self._loop)
+                _, inserted, needed, drawable, _ = told
+                self._jam.check(drawable + needed - inserted, self._loop)  # as many may be there, in unfinished groups
             return told
         self._is_end = False  # writers may have come since
         counts.given += len(sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from enum import IntEnum
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from torchreplay import _C
     from torchreplay._C import QueueState
     from torchreplay.schema.config import Config
+
+PUBLISH_GRACE = 60.0
+"""Seconds within which another learner, which has published no version yet, is expected to publish one."""
 
 
 class Need(IntEnum):
@@ -292,15 +296,27 @@ class LearnerJam(Jam):
         if self._not_admitted is None or self._not_admitted[0] != key:
             self._not_admitted = key, now
             return
-        since = self._not_admitted[1]
-        if now - since < (RETURN_GRACE if there + state["may_admit"] >= at_least else IN_VAIN / 4):
+        if now - self._not_admitted[1] < self._patience(state, there + state["may_admit"] >= at_least):
             return
         raise WouldBlockForever(
             f"sample() of {self._config.called} would wait for ever: {at_least:,} items are asked for, "
             f"{state['to_draw']:,} can be drawn, and {why_not_admitted(self._segment, 1)}. Writers wait until another "
-            f"version is published, and nobody publishes one but who waits here: "
-            f"{'call commit() or release() first, ' if mine else ''}ask for at most batch_size items, begin groups of "
-            f"which batch_size is a multiple, or give a larger max_age"
+            f"version is published, and nobody publishes one but who waits here: {self._advice_of_admission(mine)}"
+        )
+
+    def _patience(self, state: QueueState, may_fit: bool) -> float:
+        """Returns for how many seconds somebody may yet begin items, or publish a version for the first time."""
+        if self._segment.census(True)["others_learning"]:
+            return PUBLISH_GRACE
+        others = threading.active_count() - 1
+        waiting = state["writers"].count(os.getpid()) if state["not_admitted"] == len(state["writers"]) else 0
+        return RETURN_GRACE if may_fit or waiting < others else IN_VAIN / 4
+
+    def _advice_of_admission(self, mine: int) -> str:
+        first = "call commit() or release() first, " if mine else ""
+        return (
+            f"{first}ask for at most batch_size items, begin groups of which batch_size is a multiple, or give a "
+            f"larger max_age"
         )
 
     def _advice(self, mine: int) -> str:

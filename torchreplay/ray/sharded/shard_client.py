@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from torchreplay.buffer.base import MAX_BATCH
 from torchreplay.errors import Stopped
 from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.ray.sharded.batch_block import Layout
@@ -363,7 +364,9 @@ class ShardClient:
         if local is not None and local.number == number:
             return local.update(keys, td)
         link = self.links.to(entry)
-        return entry.actor.update.remote(keys, td) if link is None else link.update(keys, td)
+        if link is None or len(keys) > MAX_BATCH:
+            return entry.actor.update.remote(keys, td)
+        return link.update(keys, td)
 
     # Answers
 

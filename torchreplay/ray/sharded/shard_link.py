@@ -23,7 +23,16 @@ from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.shard_sampler import Answer
 from torchreplay.ray.sharded.shard_server import Address
 from torchreplay.ray.sharded.shard_table import ShardEntry
-from torchreplay.ray.sharded.wire import HELLO, Request, receive, receive_answer, receive_reply, send, send_request
+from torchreplay.ray.sharded.wire import (
+    HELLO,
+    Request,
+    keep_alive,
+    receive,
+    receive_answer,
+    receive_reply,
+    send,
+    send_request,
+)
 
 CONNECT_SECONDS: Final = 2.0
 """Seconds within which a shard must be reached."""
@@ -63,6 +72,7 @@ class ShardLink:
         try:
             self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(GIVE_UP_SECONDS * 1000))
+            keep_alive(self._connection)
             send(self._connection, HELLO + address.secret)
             if receive(self._connection, bytearray(len(HELLO))) != HELLO:
                 raise ConnectionError("it speaks another version")
@@ -72,17 +82,23 @@ class ShardLink:
             self._connection.close()
             raise
         self._numbers = count()
-        # By number: what a request waits for, and of a draw how its items lie. A signal handler may ask, too.
+        # By number: what a request waits for, and of a draw how its items lie.
         self._waiting: dict[int, tuple[Future[Any], Layout | None]] = {}
         self._lock = threading.RLock()
         self._broken: Exception | None = None
         self._probe: Any = None  # a call of Ray's
+        self._sender = 0  # the thread that sends a request now
         threading.Thread(target=self._listen, name="torchreplay-link", daemon=True).start()
 
     @property
     def broken(self) -> bool:
         """Whether nothing comes through any more."""
         return self._broken is not None
+
+    @property
+    def halfway(self) -> bool:
+        """Whether the calling thread has sent half a request: a signal handler has interrupted it, and sends none."""
+        return self._sender == threading.get_ident()
 
     def draw(self, candidates: int, largest: float, layout: Layout) -> Future[Answer]:
         """Asks for candidates, as `Shard.draw` does."""
@@ -106,12 +122,15 @@ class ShardLink:
                 self._fail(self._broken)
                 return answer
             try:
+                self._sender = threading.get_ident()
                 send_request(self._connection, request, *arrays)
             except OSError as error:  # the thread that listens hears it, too
                 self._fail(LinkBroken(str(error)))
             except BaseException:  # half a request cannot be taken back
                 self.close()
                 raise
+            finally:
+                self._sender = 0
         return answer
 
     def _listen(self) -> None:
@@ -126,24 +145,32 @@ class ShardLink:
                     else:
                         future.set_result(True if answer is None else answer)  # None would say that it is lost
             except self._ray.exceptions.RayError as error:
-                self._fail(error)
+                self._end(error)
             except Exception as error:
-                self._fail(LinkBroken(str(error)))
+                self._end(LinkBroken(f"{type(error).__name__}: {error}"))
+
+    def _end(self, error: Exception) -> None:
+        self.close()  # first: who sends holds the lock, perhaps for as long as nobody reads
+        self._fail(error)
 
     def _watch(self) -> None:
         """Called where nothing has come for long; raises one of Ray's errors if the shard is not there any more."""
+        if not self._ray.is_initialized():  # its calls would start another one
+            if self._waiting:
+                raise ConnectionError("Ray was shut down")
+            return
         if self._probe is not None and self._ray.wait([self._probe], timeout=0)[0]:
             self._ray.get(self._probe)
             self._probe = None
-        if self._probe is None and self._waiting and self._ray.is_initialized():
+        if self._probe is None and self._waiting:
             self._probe = self._actor.draw.remote(0, 0.0)
 
     def _fail(self, error: Exception) -> None:
         with self._lock:
             self._broken = error
             waiting, self._waiting = self._waiting, {}
-        for future, _ in waiting.values():
-            future.set_exception(error)
+        while waiting:  # the thread that listens may take one out
+            waiting.popitem()[1][0].set_exception(error)
 
 
 class ShardLinks:
@@ -153,6 +180,7 @@ class ShardLinks:
         self._ray = import_ray()
         self._links: dict[int, ShardLink] = {}  # by what names the shard's memory
         self._not_before: dict[int, float] = {}  # monotonic time of the next try
+        self._reached: set[int] = set()  # those that there was a connection to
         self._lock = threading.RLock()
         weakref.finalize(self, _close_all, self._links).atexit = False  # their threads hold them
 
@@ -165,10 +193,10 @@ class ShardLinks:
         shard = entry.handle.nonce
         link = self._links.get(shard)
         if link is not None and not link.broken:
-            return link
+            return None if link.halfway else link
         now = time.monotonic()
         if link is not None:  # whether the shard is gone a call through Ray finds out first
-            del self._links[shard]
+            self._links.pop(shard, None)
             self._not_before[shard] = now + BROKEN_SECONDS
         if now < self._not_before.get(shard, 0.0):
             return None
@@ -176,6 +204,7 @@ class ShardLinks:
             self._links[shard] = made = ShardLink(
                 self._ray.get(entry.actor.address.remote(), timeout=CONNECT_SECONDS), entry.actor
             )
+            self._reached.add(shard)
             return made
         except self._ray.exceptions.RayTaskError as error:
             self._refused(entry, error.cause)
@@ -188,8 +217,8 @@ class ShardLinks:
     def _refused(self, entry: ShardEntry, why: object) -> None:
         """Says that a shard cannot be reached; one that never could is not tried again."""
         shard = entry.handle.nonce
-        before, self._not_before[shard] = self._not_before.get(shard), time.monotonic() + AGAIN_SECONDS
-        if before is None:
+        self._not_before[shard] = time.monotonic() + AGAIN_SECONDS
+        if shard not in self._reached:
             self._not_before[shard] = math.inf
             logger.warning(
                 "shard %d on node %s is called through Ray, which is slower: no connection can be made to it (%s)",
@@ -201,8 +230,9 @@ class ShardLinks:
     def keep(self, entries: Iterable[ShardEntry]) -> None:
         """Ends the connections to all but these shards."""
         there = {entry.handle.nonce for entry in entries}
-        for shard in [shard for shard in self._links if shard not in there]:
-            self._links.pop(shard).close()
+        for shard in list(self._links):  # another thread may connect, or find one broken
+            if shard not in there and (link := self._links.pop(shard, None)) is not None:
+                link.close()
 
 
 def _close_all(links: dict[int, ShardLink]) -> None:

@@ -46,6 +46,13 @@ class Request(NamedTuple):
     largest: float  # raw priority that the learner knows of; NaN: TD errors follow
 
 
+def keep_alive(connection: socket.socket) -> None:
+    """Has a connection end half a minute after the other side or the way to it is gone, also where nothing is sent."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
+        connection.setsockopt(socket.IPPROTO_TCP, name, value)
+
+
 def receive(connection: socket.socket, room: Any, idle: Callable[[], None] | None = None) -> Any:
     """Fills a contiguous array, or a bytearray, and returns it; raises ConnectionError at the connection's end.
 
