@@ -3,6 +3,7 @@
 What may be begun is the formula of AReaL (https://arxiv.org/abs/2505.24298, section 5.1), restated in `Model`.
 """
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -310,6 +311,41 @@ def write_groups(queue, n):
                     writer.extend(x=[0] * n)
         except tr.Stopped:
             pass
+
+
+def test_unfinished_groups_that_use_up_what_is_admitted_are_named():
+    spec = {**SPEC, "prompt": tr.Field((), torch.int64)}
+    limiter = tr.Admission(batch_size=8, max_age=0)
+    with tr.ReplayBuffer(spec, 64, sampler=tr.Fifo(), limiter=limiter) as queue:
+
+        def generate():
+            with contextlib.suppress(tr.Stopped), queue.writer() as writer:
+                for prompt in (1, 1, 1, 2, 2, 2, 3, 3, 1, 2, 3, 3):
+                    with writer.admit():
+                        writer.append(x=0, prompt=prompt)
+
+        thread = threading.Thread(target=generate)
+        thread.start()
+        with pytest.raises(tr.WouldBlockForever, match=r"3 groups have fewer than 4 members.*writer.admit\(4\)"):
+            next(iter(tr.GroupDataset(queue, by="prompt", size=4, groups=1)))
+        queue.stop()
+        thread.join()
+
+
+def test_after_a_clear_nothing_counts_not_even_what_is_held():
+    with queue_of(4, 0) as queue, queue.writer() as writer:
+        write(writer, 4)
+        with contextlib.suppress(KeyError), queue.claim(4):
+            queue.clear()
+            raise KeyError
+        assert room(queue) == 4
+        write(writer, 4)
+        learner = Forked(lambda: (queue.sample(4), signal.pause()))
+        eventually(lambda: queue.stats().held_items == 4)
+        learner.signal(signal.SIGKILL)
+        learner.wait()
+        queue.clear()
+        assert room(queue) == 4
 
 
 def test_a_learner_waits_on_while_another_thread_may_publish():

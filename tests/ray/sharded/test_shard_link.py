@@ -1,5 +1,6 @@
 """Draws and feedback over a connection of a learner's own: what comes through, and what ends it. Without Ray."""
 
+import contextlib
 import socket
 import threading
 from types import SimpleNamespace
@@ -7,10 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from forked import eventually
 from local_shards import SPEC
 
 import torchreplay as tr
-from torchreplay.ray.sharded import shard_link
+from torchreplay.ray.sharded import shard_link, shard_server
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.ray.sharded.shard_link import LinkBroken, ShardLink, ShardLinks
@@ -169,3 +171,50 @@ def test_where_no_connection_can_be_made_it_is_said_once_and_ray_is_called(caplo
     (record,) = caplog.records
     assert "shard 2 on node b is called through Ray, which is slower" in record.getMessage()
     assert len(asked) == 1
+
+
+def test_strangers_who_say_nothing_keep_nobody_out_for_long_and_start_few_threads(monkeypatch):
+    monkeypatch.setattr(shard_server, "HELLO_SECONDS", 1)
+    with Served() as served:
+        before = threading.active_count()
+        strangers = [socket.create_connection(served.server.address[:2]) for _ in range(3 * shard_server.STRANGERS)]
+        eventually(lambda: threading.active_count() >= before + shard_server.STRANGERS // 2)
+        assert threading.active_count() <= before + shard_server.STRANGERS
+        assert served.link.draw(8, 1.0, served.layout).result(SECONDS) is not None
+        eventually(lambda: threading.active_count() == before)
+        with contextlib.closing(ShardLink(served.server.address, None)) as other:
+            assert other.draw(8, 1.0, served.layout).result(SECONDS) is not None
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_listener_goes_on_after_the_system_has_refused_a_connection(monkeypatch):
+    with Served() as served:
+        refused = threading.Event()
+        accept = socket.socket.accept
+
+        def fail_once(listener):
+            if refused.is_set():
+                return accept(listener)
+            connection, _ = accept(listener)
+            connection.close()
+            refused.set()
+            raise OSError(24, "Too many open files")
+
+        monkeypatch.setattr(socket.socket, "accept", fail_once)
+        for _ in range(2):  # the first wakes the call of accept() that waits
+            socket.create_connection(served.server.address[:2]).close()
+        assert refused.wait(SECONDS)
+        with contextlib.closing(ShardLink(served.server.address, None)) as other:
+            assert other.draw(8, 1.0, served.layout).result(SECONDS) is not None
+
+
+def test_a_signal_handler_amid_a_request_sends_nothing_into_it():
+    with Served() as served:
+        served.link._sender = threading.get_ident()
+        assert served.link.halfway
+        links, entry = ShardLinks(), SimpleNamespace(handle=SimpleNamespace(nonce=5), actor=None)
+        links._links[5] = served.link
+        assert links.to(entry) is None  # the shard is called through Ray
+        served.link._sender = 0
+        assert links.to(entry) is served.link
