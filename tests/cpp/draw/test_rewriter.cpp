@@ -235,8 +235,14 @@ BOOST_AUTO_TEST_CASE(rows_saved_beside_one_who_rewrites_are_all_there_and_none_i
   std::vector<int32_t> step(24);
   std::vector<float> leaf(24), priority(24);
   auto bytes = [](auto& v) { return reinterpret_cast<char*>(v.data()); };
-  const RowColumns out{
-      {bytes(number), bytes(wide), bytes(key)}, keys.data(), leaf.data(), link.data(), step.data(), priority.data()};
+  const RowColumns out{.values = {bytes(number), bytes(wide), bytes(key)},
+                       .key = keys.data(),
+                       .leaf = leaf.data(),
+                       .link = link.data(),
+                       .step = step.data(),
+                       .priority = priority.data(),
+                       .lengths = {},
+                       .ragged = {}};
   BOOST_TEST(Snapshot(*m).copy_out(0, 24, out) == 24U);
   for (size_t i = 0; i < 24; i++) BOOST_TEST(wide[i * kWide / 8 + 7] == number[i]);
 }

@@ -1,5 +1,6 @@
 #include <boost/test/unit_test.hpp>
 #include <future>
+#include <limits>
 #include <set>
 #include <thread>
 
@@ -256,7 +257,7 @@ BOOST_AUTO_TEST_CASE(reclaiming_frees_what_the_dead_held_busy_and_nothing_else) 
 BOOST_AUTO_TEST_CASE(a_damaged_table_entry_cannot_lead_reclaiming_out_of_the_ring) {
   auto m = ring_of(5);
   m->participant(kOther).first.store(kNever - 3);
-  m->participant(kOther).count.store(~0U);
+  m->participant(kOther).count.store(std::numeric_limits<uint16_t>::max());
   reclaim(*m, kOther);
   BOOST_TEST(m->participant(kOther).count.load() == 0U);
 }
