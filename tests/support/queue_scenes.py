@@ -15,7 +15,7 @@ import torchreplay as tr
 class Admitted(Scene):
     """A process begins items and writes some, waits for its turn, draws, and publishes. Another has died in that."""
 
-    BATCH, MAX_AGE, CAPACITY, ROWS = 4, 1, 8, 200
+    BATCH, MAX_AGE, CAPACITY, ROWS = 4, 1, 16, 200
 
     def __init__(self, name):
         limiter = tr.Admission(self.BATCH, self.MAX_AGE)
@@ -43,8 +43,10 @@ class Admitted(Scene):
                 self.write(writer, 3, 2)
                 self.draw()
             self.write(writer, 2, 0)
-            for _ in range(3):  # more than are admitted
-                self.write(writer, 4, 2)
+            with contextlib.suppress(tr.ReplayTimeout, tr.WouldBlockForever), contextlib.ExitStack() as blocks:
+                while True:  # more than are admitted
+                    blocks.enter_context(writer.admit(8, timeout=0.01))
+            self.write(writer, 4, 2)
             self.draw()
         self.queue.commit()
 
@@ -52,6 +54,7 @@ class Admitted(Scene):
         for fault in (Fault("admit.counted"), Fault("admit.admitted", 3), Fault("claims.going", 2)):
             with faulty(self.turn, faults=[fault]) as dead:
                 assert dead.wait() in (0, DIED)
+        self.queue.limiter = tr.Admission(self.BATCH, self.MAX_AGE)  # which counts from here
         with start(self.turn) as process:
             return process.wait()
 
