@@ -107,8 +107,8 @@ class Admission:
     of `batch_size` items, and publishes one version after each. An item that takes longer than those begun after it may
     still come too late: `Fifo(max_age=...)` beside it drops such a straggler.
 
-    What is admitted and never comes to be drawn is given back: a block that ends without its row, by an exception or
-    without one; a writer that died; an item that was dropped, discarded or has become too old. When a buffer is opened
+    What is admitted and never comes to be drawn is given back. That is so for a block that ends without its row, and for
+    a writer that died. It is so for an item that was dropped, was discarded, or has become too old. When a buffer is opened
     or loaded, what it holds counts, and nothing more.
 
     It is for `Fifo()` with the view `Rows()`, where each row is an item, and is drawn once. Whether a buffer has an

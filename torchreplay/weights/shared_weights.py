@@ -133,8 +133,8 @@ class SharedWeights(Transient):
 
         Args:
             module: Built like the one given to the constructor.
-            buffer: Whose `policy_version` becomes that version, as soon as everybody can pull it: who is admitted by
-                it pulls these weights. None: none's.
+            buffer: Its `policy_version` becomes that version, once everybody can pull the weights. So a writer that
+                the new version admits pulls these. None: none's.
 
         Raises:
             ValueError: The module's weights differ in name, shape or dtype from those of the constructor. Or the

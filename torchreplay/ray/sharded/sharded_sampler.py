@@ -124,7 +124,7 @@ class ShardedSampler(BatchSource):
         return batch
 
     def here(self) -> LocalShard | None:
-        """Returns the only shard, where it is on this node and admits whatever it has; None: shards are to be asked."""
+        """Returns the only shard, if it is on this node and admits all draws; None: shards are to be asked."""
         if self._open_under < 0 or self._open_under != self.shards.limiter.rule.number:
             return None
         return self.shards.alone()
