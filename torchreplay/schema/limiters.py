@@ -107,9 +107,9 @@ class Admission:
     of `batch_size` items, and publishes one version after each. An item that takes longer than those begun after it may
     still come too late: `Fifo(max_age=...)` beside it drops such a straggler.
 
-    What is admitted and never comes to be drawn is given back. That is so for a block that ends without its row, and for
-    a writer that died. It is so for an item that was dropped, was discarded, or has become too old. When a buffer is opened
-    or loaded, what it holds counts, and nothing more.
+    What is admitted and never comes to be drawn is given back. That is so for a block that ends without its row, and
+    for a writer that died. It is so for an item that was dropped, was discarded, or has become too old. When a buffer
+    is opened or loaded, what it holds counts, and nothing more.
 
     It is for `Fifo()` with the view `Rows()`, where each row is an item, and is drawn once. Whether a buffer has an
     admission is decided when it is made. `buffer.limiter` may be set to another `Admission`, which counts from there.
