@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -171,7 +172,9 @@ class Writer {
     if (!Admission::is_kept(memory().header()))
       throw std::invalid_argument("admit() is for buffers with limiter=tr.Admission(...), and this one has another");
     const int64_t start = monotonic_ns();
+    std::optional<WaitScope> waiting;
     for (int64_t waited = 0; attachment_->stopped() || !try_to_admit(n); waited = monotonic_ns() - start) {
+      if (!waiting) waiting.emplace(*this, n + 1);
       wait.look(Blocked::kNotAdmitted, waited);
       refuse_forked();
       {
@@ -256,6 +259,24 @@ class Writer {
     wait.look_around();
   }
 
+  // While it lives, those who look see that this writer waits, and for how many items: also between two slices, or who
+  // waits for it, too, would now and then take it for one that goes on.
+  class WaitScope {
+   public:
+    WaitScope(const Writer& writer, uint32_t why)
+        : writer_(writer), entry_(writer.memory().participant(writer.member_.held())) {
+      entry_.waiting.store(why, std::memory_order_relaxed);
+    }
+    ~WaitScope() {
+      if (writer_.in_use()) entry_.waiting.store(0, std::memory_order_relaxed);  // not that of the parent, which waits on
+    }
+    WaitScope(const WaitScope&) = delete;
+
+   private:
+    const Writer& writer_;
+    Participant& entry_;
+  };
+
   // Sleeps for a slice while a learner that has fallen behind draws.
   void give_way() {
     Header& h = memory().header();
@@ -274,15 +295,17 @@ class Writer {
     const auto has_room = [&] { return ring.has_room(); };
     int64_t waited = 0;
     catch_up();
+    std::optional<WaitScope> waiting;
     for (;;) {
       if (has_room() && !attachment_->stopped()) return;
+      if (!waiting) waiting.emplace(*this, 1);
       wait.look(ring.lacks_pages() ? Blocked::kPagesLimited : Blocked::kLimited, waited);
       refuse_forked();
       const uint32_t seen = h.room_signal.load(std::memory_order_acquire);
       if (has_room()) return;
       {
         const Unlocked others;
-        torchreplay::wait_for_room(h, memory().participant(member_.id()), seen, kSliceNs, has_room);
+        torchreplay::wait_for_room(h, seen, kSliceNs, has_room);
       }
       refuse_forked();
       waited = monotonic_ns() - start;
@@ -321,13 +344,7 @@ class Writer {
   // Sleeps for a slice, unless somebody wakes the writers after the last look.
   void wait_to_be_admitted(uint32_t n) {
     Header& h = memory().header();
-    Participant& entry = memory().participant(member_.id());
     const int64_t start = monotonic_ns();
-    struct Waiting {
-      ~Waiting() { entry.waiting.store(0, std::memory_order_relaxed); }
-      Participant& entry;
-    } const waiting{entry};
-    entry.waiting.store(n + 1, std::memory_order_relaxed);
     TORCHREPLAY_FAULT("admit.waiting");
     h.room_waiters.store(1, std::memory_order_seq_cst);  // before the last look: see wake_writers()
     const uint32_t seen = h.room_signal.load(std::memory_order_acquire);

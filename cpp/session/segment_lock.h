@@ -308,21 +308,19 @@ inline void publish_limit(SegmentMemory& m, bool starved = false) {
 // Sleeps until the limit admits more, at most `ns`. `seen`: room_signal when the caller last looked at it. `has_room()`
 // looks again.
 template <class HasRoom>
-void wait_for_room(Header& h, Participant& writer, uint32_t seen, int64_t ns, const HasRoom& has_room) {
+void wait_for_room(Header& h, uint32_t seen, int64_t ns, const HasRoom& has_room) {
   const int64_t start = monotonic_ns();
-  writer.waiting.store(1, std::memory_order_relaxed);
   TORCHREPLAY_FAULT("room.waiting");
   h.room_waiters.store(1, std::memory_order_seq_cst);  // before the last look at the limit: see publish_limit()
   TORCHREPLAY_FAULT("room.counted");
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (!has_room()) futex_wait(h.room_signal, seen, ns);
   TORCHREPLAY_FAULT("room.awake");
-  writer.waiting.store(0, std::memory_order_relaxed);
   h.insert_wait.add(monotonic_ns() - start, machine_ns());
 }
 
-inline void wait_for_room(Header& h, Participant& writer, uint32_t seen, int64_t ns) {
-  wait_for_room(h, writer, seen, ns, [&] {
+inline void wait_for_room(Header& h, uint32_t seen, int64_t ns) {
+  wait_for_room(h, seen, ns, [&] {
     return h.head.load(std::memory_order_relaxed) < h.ticket_limit.load(std::memory_order_relaxed);
   });
 }

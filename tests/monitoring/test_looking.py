@@ -1,8 +1,10 @@
 """Looks at a live buffer: they see what is there, change nothing, and leave nothing when they are killed."""
 
+import contextlib
 import os
 import random
 import signal
+import time
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -116,6 +118,24 @@ def test_a_look_sees_who_takes_part_and_who_died():
         dead = [p for p in live.snapshot().participants if p.pid == explorer.pid]
         assert [(p.role, p.alive) for p in dead] == [("writer", False)]
         assert live.snapshot().alive("writer") == []
+
+
+@pytest.mark.parametrize("limiter", [tr.SamplesPerInsert(1.0, min_size=64, tolerance=1.0), tr.Admission(64, 0)])
+def test_who_waits_is_seen_waiting_at_every_look(limiter):
+    buffer = make(sampler=tr.Fifo() if isinstance(limiter, tr.Admission) else tr.Prioritized(), limiter=limiter)
+    with look_at(buffer) as live, Forked(fill, buffer):
+        eventually(lambda: any(p.waiting for p in live.snapshot().alive("writer")))
+        deadline = time.monotonic() + 1
+        while time.monotonic() < deadline:
+            (writer,) = live.snapshot().alive("writer")
+            assert writer.waiting
+
+
+def fill(buffer):
+    with buffer.writer() as writer:
+        while True:
+            with writer.admit() if isinstance(buffer.limiter, tr.Admission) else contextlib.nullcontext():
+                writer.append(x=[0, 0])
 
 
 @pytest.mark.parametrize("ahead", [0, 2])

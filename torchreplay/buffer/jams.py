@@ -176,7 +176,7 @@ class WriterJam(Jam):
         """Looks at the queue, a few times a second.
 
         Args:
-            others: Writers that wait for room, too, and do not sleep in the native core.
+            others: Writers that wait for room elsewhere than in the native core.
 
         Raises:
             WouldBlockForever: All writers wait for room, nothing can be drawn, and nobody holds anything.
@@ -193,7 +193,7 @@ class WriterJam(Jam):
             state["need"] == Need.UNFINISHED
             and not state["to_draw"]
             and not state["held"]
-            and state["waiting"] + 1 + others >= len(state["writers"])  # this one looks, and does not sleep
+            and state["waiting"] + others >= len(state["writers"])
         )
         if stuck and self._seen == key:
             self._raise()
