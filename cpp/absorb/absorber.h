@@ -28,7 +28,7 @@ class Absorber {
         keeps_more_(is_queue_ || counts_draws_ || has_pages_ || versions_.are_kept()),
         tree_(m.tree()),
         leaves_(tree_),
-        initial_(header_, tree_),
+        initial_(header_, tree_, leaves_),
         drawn_(m),
         pending_(m),
         streams_(m),

@@ -39,37 +39,6 @@ inline float leaf_of(const SamplerConfig& c, double raw) {
   return leaf;
 }
 
-// The leaf of an item that becomes drawable.
-class InitialLeaf {
- public:
-  InitialLeaf(Header& h, const PriorityTree& tree) : header_(h), tree_(tree) { refresh(); }
-
-  // Others may have seen larger priorities since.
-  void refresh() {
-    const SamplerConfig& c = header_.sampler;
-    default_ = tree_.clamp(leaf_of(c, c.initial == Initial::kMaxSeen ? header_.max_raw : c.initial_raw));
-  }
-
-  // `priority`: raw, NaN for none given: then the initial one of the sampler.
-  float of(float priority) {
-    if (std::isnan(priority)) {
-      const float held = header_.sampler.initial == Initial::kMaxHeld ? tree_.max() : 0;
-      return held > 0 ? held : default_;
-    }
-    if (priority > header_.max_raw) {
-      header_.max_raw = priority;
-      TORCHREPLAY_FAULT("priority.largest");
-      refresh();
-    }
-    return tree_.clamp(leaf_of(header_.sampler, priority));
-  }
-
- private:
-  Header& header_;
-  const PriorityTree& tree_;
-  float default_;
-};
-
 // Writes leaves at once, and lets the sums of the tree follow in flush(): in ascending runs, which the tree takes much
 // faster than single changes. A crash in between is repaired from the leaves.
 class LeafChanges {
@@ -88,7 +57,22 @@ class LeafChanges {
     }
     const float was = std::exchange(now, leaf);
     TORCHREPLAY_FAULT("leaves.set");
-    tree_.note_largest(index, was);
+    if (leaf >= largest_) {
+      largest_ = leaf;
+      holder_ = index;
+    } else if (index == holder_ || (holder_ < 0 && was == largest_)) {
+      forget_largest();
+    }
+  }
+
+  // The largest leaf there is, changes included. O(1) unless the leaf that was known to be as large has fallen: in an
+  // absorption that happens once, for the new items that start from it hold it then.
+  float largest() {
+    if (largest_ == kUnknown) {
+      flush();
+      largest_ = tree_.max();
+    }
+    return largest_;
   }
 
   void flush() {
@@ -101,6 +85,7 @@ class LeafChanges {
     if (n_) tree_.replace_sorted(index_, was_, now_, n_);
     n_ = 0;
     ascending_ = true;
+    forget_largest();  // others may change leaves now
   }
 
  private:
@@ -108,6 +93,11 @@ class LeafChanges {
     int64_t index;
     float was;  // the leaf that the sums account for
   };
+
+  void forget_largest() {
+    largest_ = kUnknown;
+    holder_ = -1;
+  }
 
   // Of several changes of one leaf the first knows what the sums account for.
   void sort() {
@@ -117,12 +107,49 @@ class LeafChanges {
   }
 
   static constexpr int kMost = 512;
+  static constexpr float kUnknown = std::numeric_limits<float>::infinity();
   PriorityTree& tree_;
+  float largest_ = kUnknown;
+  int64_t holder_ = -1;  // of the largest leaf; -1: nobody looked who that is
   int n_ = 0;
   bool ascending_ = true;
   Change changes_[kMost];
   int64_t index_[kMost];
   float was_[kMost], now_[kMost];
+};
+
+// The leaf of an item that becomes drawable.
+class InitialLeaf {
+ public:
+  InitialLeaf(Header& h, const PriorityTree& tree, LeafChanges& leaves) : header_(h), tree_(tree), leaves_(leaves) {
+    refresh();
+  }
+
+  // Others may have seen larger priorities since.
+  void refresh() {
+    const SamplerConfig& c = header_.sampler;
+    default_ = tree_.clamp(leaf_of(c, c.initial == Initial::kMaxSeen ? header_.max_raw : c.initial_raw));
+  }
+
+  // `priority`: raw, NaN for none given: then the initial one of the sampler.
+  float of(float priority) {
+    if (std::isnan(priority)) {
+      const float held = header_.sampler.initial == Initial::kMaxHeld ? leaves_.largest() : 0;
+      return held > 0 ? held : default_;
+    }
+    if (priority > header_.max_raw) {
+      header_.max_raw = priority;
+      TORCHREPLAY_FAULT("priority.largest");
+      refresh();
+    }
+    return tree_.clamp(leaf_of(header_.sampler, priority));
+  }
+
+ private:
+  Header& header_;
+  const PriorityTree& tree_;
+  LeafChanges& leaves_;
+  float default_;
 };
 
 }  // namespace torchreplay

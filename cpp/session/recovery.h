@@ -16,7 +16,8 @@ class Recovery {
       : memory_(m),
         header_(m.header()),
         tree_(m.tree()),
-        initial_(header_, tree_),
+        leaves_(tree_),
+        initial_(header_, tree_, leaves_),
         drawn_(m),
         pending_(m),
         streams_(m),
@@ -316,8 +317,7 @@ class Recovery {
       if (!complete[anchor] || tree_.leaf(index) > 0) return;
       drawn_.clear(anchor);
       if (is_queue()) claims_.arrive(anchor);
-      tree_.leaves()[anchor] = is_queue() ? places_.leaf(anchor) : initial_.of(priority);
-      tree_.note_largest(index, 0);
+      leaves_.set(anchor, is_queue() ? places_.leaf(anchor) : initial_.of(priority));
       header_.inserted++;
       header_.completed_at = head;
     });
@@ -348,6 +348,7 @@ class Recovery {
   SegmentMemory& memory_;
   Header& header_;
   PriorityTree tree_;
+  LeafChanges leaves_;
   InitialLeaf initial_;
   DrawnItems drawn_;
   PendingSet pending_;

@@ -3,15 +3,16 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <utility>
 
 #include "tree/tree_node.h"
 #include "tree/tree_shape.h"
 
 namespace torchreplay {
 
-// A 16-ary hierarchy over the blocks of leaves: each entry is the greatest rank, so the first of the positive leaves in
-// this `Order`, below it. A view, like the tree that it is a part of.
+// A 16-ary hierarchy over the blocks of leaves: no leaf below an entry has a greater rank, so comes before it in this
+// `Order`. Entries rise with leaves at once, and fall when somebody asks: then the block that the top speaks of is looked
+// at, until one still has that leaf. So a leaf that falls costs nothing at once, and later a look at its block at most.
+// A view, like the tree that it is a part of.
 template <class Order>
 class ExtremeLeaf {
  public:
@@ -24,35 +25,28 @@ class ExtremeLeaf {
     }
   }
 
-  bool is_kept() const { return levels_ != 0; }
-
-  // Order::kNone when no leaf is positive. O(1).
-  float leaf() const {
-    const uint32_t rank = ranks_[levels_ - 1][0];
-    return rank == 0 ? Order::kNone : Order::leaf_of(rank);
-  }
-
-  // Leaf `i` changed from `was` to `now`, its new value. O(1) unless it was the first of its block. New items have the
-  // same leaf, and lie side by side: so another one in its line is often as large, and the block stays as it is.
+  // Order::kNone when no leaf is positive. Amortised O(log capacity).
   template <class Node>
-  void change(int64_t i, float was, float now) {
-    const int64_t block = i / tree_node::kBlockLeaves;
-    const uint32_t before = ranks_[0][block], rank = Order::rank_of(now);
-    if (rank > before) {
-      ranks_[0][block] = rank;
-      carry<Node>(block, before, rank);
-    } else if (rank < before && Order::rank_of(was) == before &&
-               !Node::has(leaves_ + (i & -int64_t{tree_node::kLeaves}), was)) {
-      refresh<Node>(block);
+  float leaf() const {
+    for (;;) {
+      const uint32_t rank = ranks_[levels_ - 1][0];
+      if (rank == 0) return Order::kNone;
+      int64_t block = 0;
+      for (int l = levels_ - 1; l-- > 0;) {
+        block *= tree_node::kRanks;
+        block += Node::find(ranks_[l] + block, rank);
+      }
+      const uint32_t now = Node::template greatest_of<Order>(leaves_ + block * tree_node::kBlockLeaves);
+      if (now == rank) return Order::leaf_of(rank);
+      lower<Node>(block, now);
     }
   }
 
-  // Leaves of a block changed.
-  template <class Node>
-  void refresh(int64_t block) {
-    const uint32_t now = Node::template greatest_of<Order>(leaves_ + block * tree_node::kBlockLeaves);
-    const uint32_t before = std::exchange(ranks_[0][block], now);
-    if (now != before) carry<Node>(block, before, now);
+  // A leaf of that index is `now`.
+  void raise(int64_t i, float now) {
+    const uint32_t rank = Order::rank_of(now);
+    int64_t entry = i / tree_node::kBlockLeaves;
+    for (int l = 0; l < levels_ && ranks_[l][entry] < rank; l++, entry /= tree_node::kRanks) ranks_[l][entry] = rank;
   }
 
   // All leaves changed. O(capacity).
@@ -68,19 +62,13 @@ class ExtremeLeaf {
   }
 
  private:
-  // Entry `child` of the lowest level changed from `was` to `now`: carries that up until a level stays as it is. One
-  // `was` serves all levels: where the fall of an entry is carried on, it was the top, and so equal to it.
+  // The first of the leaves of that block has the rank `now`.
   template <class Node>
-  void carry(int64_t child, uint32_t was, uint32_t now) {
+  void lower(int64_t block, uint32_t now) const {
+    ranks_[0][block] = now;
     for (int l = 1; l < levels_; l++) {
-      child /= tree_node::kRanks;
-      const uint32_t before = ranks_[l][child];
-      if (now < before) {
-        if (was < before) return;
-        now = Node::greatest(ranks_[l - 1] + child * tree_node::kRanks);
-      }
-      if (now == before) return;
-      ranks_[l][child] = now;
+      block /= tree_node::kRanks;
+      ranks_[l][block] = Node::greatest(ranks_[l - 1] + block * tree_node::kRanks);
     }
   }
 

@@ -65,11 +65,11 @@ class PriorityTree {
   // Number of positive leaves.
   int64_t count() const { return totals_->count; }
 
-  // Smallest positive leaf, +infinity when there is none. Exact, O(1).
-  float min() const { return smallest_.leaf(); }
+  // Smallest positive leaf, +infinity when there is none. Exact. Amortised O(log capacity): it catches up with changes.
+  float min() const { return extreme(smallest_); }
 
-  // Largest leaf, 0 when none is positive. Exact, O(1). Only if it is kept.
-  float max() const { return largest_.leaf(); }
+  // Largest leaf, 0 when none is positive. The same. Only if it is kept.
+  float max() const { return extreme(largest_); }
 
   float leaf(int64_t i) const { return leaves_[i]; }
 
@@ -106,10 +106,6 @@ class PriorityTree {
   // caller may have changed the stored one already, and none other. Amortised O(1) each over contiguous runs;
   // O(capacity) in all when the grid changes.
   void replace_sorted(const int64_t* index, const float* was, const float* now, int n);
-
-  // Leaf `i` was written directly, and was `was`: max() is right at once. The sums follow in replace_sorted().
-  // Amortised O(log capacity).
-  void note_largest(int64_t i, float was);
 
   // Leaves were written directly, or it is not known which: max() is right again. O(capacity).
   void rebuild_largest() { largest_.rebuild<tree_node::Portable>(TreeShape(capacity_)); }
@@ -164,10 +160,12 @@ class PriorityTree {
   template <class Node>
   bool is_coarse_with(const TreeShape& shape) const;
 
-  template <class Node>
-  void change_extremes(int64_t i, float was, float now) {
-    smallest_.change<Node>(i, was, now);
-    if (largest_.is_kept()) largest_.change<Node>(i, was, now);
+  template <class Extreme>
+  float extreme(const Extreme& leaf) const {
+#if defined(TORCHREPLAY_X86)
+    if (simd_ == Simd::kAvx512) return extreme_avx512(leaf);
+#endif
+    return leaf.template leaf<tree_node::Portable>();
   }
 
   bool set_within(const int64_t* index, const float* leaf, int n);
@@ -205,8 +203,9 @@ class PriorityTree {
                                                           int n) {
     return replace_with<tree_node::Avx512>(index, was, now, n);
   }
-  [[gnu::flatten]] TORCHREPLAY_AVX512 void note_largest_avx512(int64_t i, float was) {
-    largest_.change<tree_node::Avx512>(i, was, leaves_[i]);
+  template <class Extreme>
+  [[gnu::flatten]] TORCHREPLAY_AVX512 static float extreme_avx512(const Extreme& leaf) {
+    return leaf.template leaf<tree_node::Avx512>();
   }
   [[gnu::flatten]] TORCHREPLAY_AVX512 bool is_coarse_avx512(const TreeShape& shape) const {
     return is_coarse_with<tree_node::Avx512>(shape);
@@ -301,7 +300,8 @@ bool PriorityTree::set_with(const int64_t* index, const float* leaf, int n) {
       Node::add(sums_[l] + (child & ~int64_t{7}), static_cast<int>(child & 7), delta);
     }
     TORCHREPLAY_FAULT("tree.sums");
-    change_extremes<Node>(index[b], was, now);
+    smallest_.raise(index[b], now);
+    largest_.raise(index[b], now);
   }
   return !is_full();
 }
@@ -346,9 +346,8 @@ bool PriorityTree::replace_with(const int64_t* index, const float* was, const fl
   }
   if (!holds) return false;
   for (int b = 0; b < n; b++) {
-    if (b + 1 < n && block_of(index[b + 1]) == block_of(index[b])) continue;
-    smallest_.refresh<Node>(block_of(index[b]));
-    if (largest_.is_kept()) largest_.refresh<Node>(block_of(index[b]));
+    smallest_.raise(index[b], leaves_[index[b]]);
+    largest_.raise(index[b], leaves_[index[b]]);
   }
   TORCHREPLAY_FAULT("tree.extremes");
   for (int l = 0; l < sum_levels_; l++) lines = add_level(sums_[l], child, delta, lines);
@@ -444,14 +443,6 @@ inline bool PriorityTree::replace_within(const int64_t* index, const float* was,
   if (simd_ == Simd::kAvx512) return replace_avx512(index, was, now, n);
 #endif
   return replace_with<tree_node::Portable>(index, was, now, n);
-}
-
-inline void PriorityTree::note_largest(int64_t i, float was) {
-  if (!largest_.is_kept()) return;
-#if defined(TORCHREPLAY_X86)
-  if (simd_ == Simd::kAvx512) return note_largest_avx512(i, was);
-#endif
-  largest_.change<tree_node::Portable>(i, was, leaves_[i]);
 }
 
 inline void PriorityTree::set(const int64_t* index, const float* leaf, int n) {

@@ -136,11 +136,11 @@ struct Portable {
     return top;
   }
 
-  // Whether one of a line of leaves is `leaf`.
-  static bool has(const float* leaves, float leaf) {
-    bool found = false;
-    for (int j = 0; j < kLeaves; j++) found |= leaves[j] == leaf;
-    return found;
+  // Which one of a line of ranks is `rank`; the last one if none is.
+  static int find(const uint32_t* ranks, uint32_t rank) {
+    int k = 0;
+    while (k < kRanks - 1 && ranks[k] != rank) k++;
+    return k;
   }
 
   // Clamps a line of leaves, adds the number of positive ones to `count` and returns the largest.
@@ -204,8 +204,10 @@ struct Avx512 {
     return _mm512_reduce_max_epu32(top);
   }
 
-  TORCHREPLAY_AVX512 static bool has(const float* leaves, float leaf) {
-    return _mm512_cmp_ps_mask(_mm512_load_ps(leaves), _mm512_set1_ps(leaf), _CMP_EQ_OQ) != 0;
+  TORCHREPLAY_AVX512 static int find(const uint32_t* ranks, uint32_t rank) {
+    const __m512i wanted = _mm512_set1_epi32(static_cast<int>(rank));
+    const unsigned found = _mm512_cmpeq_epi32_mask(_mm512_load_si512(ranks), wanted);
+    return __builtin_ctz(found | 1U << (kRanks - 1));
   }
 
   TORCHREPLAY_AVX512 static float restore(float* leaves, int64_t& count) {
