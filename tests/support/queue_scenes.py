@@ -236,6 +236,7 @@ class SlowEpisode(Scene):
                     self.came[number] += 1
             self.buffer.commit()
 
+        written = self.written[:]  # by those who may have died, and not below
         draw_all()
         with self.buffer.writer() as writer:
             for _ in range(self.CAPACITY):  # no room is lost; and who draws gives back what the dead held
@@ -244,7 +245,7 @@ class SlowEpisode(Scene):
                 draw_all()
         ends = {self.SLOW - 1, *range(self.SLOW + self.LENGTH - 1, self.STEPS, self.LENGTH)}
         for number in range(self.STEPS):
-            complete = self.written[number] and (number in ends or self.written[number + 1])
+            complete = written[number] and (number in ends or written[number + 1])
             assert self.came[number] >= bool(complete), f"item {number} was lost"
         assert (self.buffer.num_items, self.buffer.stats().held_items) == (0, 0)
 
