@@ -268,7 +268,8 @@ class Writer {
       entry_.waiting.store(why, std::memory_order_relaxed);
     }
     ~WaitScope() {
-      if (writer_.in_use()) entry_.waiting.store(0, std::memory_order_relaxed);  // not that of the parent, which waits on
+      if (!writer_.in_use()) return;  // forked meanwhile: the parent waits on
+      entry_.waiting.store(0, std::memory_order_relaxed);
     }
     WaitScope(const WaitScope&) = delete;
 

@@ -10,9 +10,9 @@
 namespace torchreplay {
 
 // A 16-ary hierarchy over the blocks of leaves: no leaf below an entry has a greater rank, so comes before it in this
-// `Order`. Entries rise with leaves at once, and fall when somebody asks: then the block that the top speaks of is looked
-// at, until one still has that leaf. So a leaf that falls costs nothing at once, and later a look at its block at most.
-// A view, like the tree that it is a part of.
+// `Order`. Entries rise with leaves at once, and fall when somebody asks: he looks at the block that the top speaks of,
+// until one still has that leaf. So a leaf that falls costs nothing at once, and later a look at its block at most. A
+// view, like the tree that it is a part of.
 template <class Order>
 class ExtremeLeaf {
  public:
