@@ -142,7 +142,7 @@ def test_explorers_that_wait_for_draws_and_another_limiter_are_heeded(cluster, r
         del rounds[:]
         replay.limiter = tr.SamplesPerInsert(4.0, min_size=1, tolerance=0.5)
         replay.sample(4)
-        assert rounds == [None]
+        assert rounds == []
         replay.limiter = tr.MinSize(50)
         with pytest.raises(tr.ReplayTimeout, match="50"):
             replay.sample(4, timeout=0.05)

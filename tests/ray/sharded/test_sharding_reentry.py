@@ -168,13 +168,13 @@ def test_while_no_shard_answers_a_draw_keeps_to_its_timeout_and_asks_now_and_the
 def test_a_handler_that_draws_in_the_midst_of_a_draw_gets_a_batch_and_no_step_is_used_twice():
     shards = InterruptedShards([50, 20], tr.Prioritized())
     sampler = sampler_over(shards)
-    steps, order = [], sampler.order
+    steps, begin = [], sampler.begin
 
     def watched(n, wait, place=None):
-        steps.append((ordered := order(n, wait, place)).round.step)
+        steps.append((ordered := begin(n, wait, place)).round.step)
         return ordered
 
-    sampler.order = watched
+    sampler.begin = watched
     drawn = []
     with handler(lambda: drawn.append(sampler.draw(8, None, Wait(shards, 10)))):
         for looks in range(1, 20):
