@@ -272,7 +272,7 @@ class LearnerLimiter:
         self.waited = 0.0  # seconds that this learner has waited for rows
         self.stream = stream  # which no other process has
         self._inserted: Mapping[int, int] = {}  # by shard
-        self._ordered = self._before = 0  # items ordered, less those given up; those before this rule
+        self._sampled = self._counted = 0  # items that this rule counts: those ordered, less those given up; handed out
         # Items up to which it may order under this rule, and until when; up to which it need not ask for more; and how
         # many there were at its last report.
         self._lease, self._until, self._enough, self._told = 0, 0.0, 0, 0
@@ -283,13 +283,12 @@ class LearnerLimiter:
             if rule.number > self.rule.number:
                 if rule.cleared > self.rule.cleared:
                     self.largest = 1.0  # as in a new buffer
-                self.rule = rule
-                self._before = self._ordered  # what is under way was admitted by the one before
-                self._lease = self._enough = self._told = 0
+                self.rule = rule  # what is under way was admitted by the one before
+                self._sampled = self._counted = self._lease = self._enough = self._told = 0
 
     def covers(self, n: int) -> bool:
         """Returns whether `n` more items may be drawn, and nobody has to be asked."""
-        return self._ordered - self._before + n <= self._lease and time.monotonic() < self._until
+        return self._sampled + n <= self._lease and time.monotonic() < self._until
 
     def admits(self, n: int) -> bool:
         """Returns whether `n` more items may be drawn, as far as is known."""
@@ -301,45 +300,41 @@ class LearnerLimiter:
     @property
     def short(self) -> bool:
         """Whether it is time to ask for more."""
-        return self._ordered - self._before > self._enough
+        return self._sampled > self._enough
 
     # Nothing is called under the lock in the next two: a signal's handler comes before or after.
 
     def begin(self, ahead: Round) -> None:
         """Counts a round's items as ordered, under this limiter."""
         with self._lock:
-            self._ordered += ahead.n
+            self._sampled += ahead.n
             ahead.rule = self.rule.number
 
     def end(self, ahead: Round) -> None:
         """Counts a round's items as handed out if it is drawn, else as given up. Idempotent."""
         with self._lock:
-            if ahead.rule < 0:
-                return
-            if ahead.drawn:
+            counts = ahead.rule == self.rule.number
+            if ahead.drawn and ahead.rule >= 0:
                 self.items += ahead.n
                 self.batches += 1
+                self._counted += ahead.n * counts
             else:
-                self._ordered -= ahead.n
-                if ahead.rule != self.rule.number:
-                    self._before -= ahead.n
+                self._sampled -= ahead.n * counts
             ahead.rule = -1
 
     def count_batch(self, n: int) -> None:
         """Counts a batch of `n` items as ordered and handed out."""
         with self._lock:
-            self._ordered += n
+            self._sampled += n
+            self._counted += n
             self.items += n
             self.batches += 1
 
     def shorten(self, ahead: Round, n: int) -> None:
         """Counts all but `n` items of a round as given up."""
         with self._lock:
-            left, ahead.n = ahead.n - n, n
-            if ahead.rule >= 0:
-                self._ordered -= left
-                if ahead.rule != self.rule.number:
-                    self._before -= left
+            self._sampled -= (ahead.n - n) * (ahead.rule == self.rule.number)
+            ahead.n = n
 
     def count_wait(self, seconds: float) -> None:
         """Counts so many seconds as waited for rows."""
@@ -364,7 +359,7 @@ class LearnerLimiter:
                 self.others = others
                 if others.rule == self.rule.number and self.rule.divides:
                     self._lease, self._until = others.lease, others.until
-                    self._enough = (self._lease + self._ordered - self._before) // 2
+                    self._enough = (self._lease + self._sampled) // 2
 
     def report(self, n: int = 0, looks: bool = False) -> LearnerReport:
         """Returns the report to the coordinator, and gives back what the learner does not need.
@@ -374,7 +369,7 @@ class LearnerLimiter:
             looks: Whether it is the report of someone who only looks around: the lease stays as it is.
         """
         with self._lock:
-            counted, sampled, wanted = max(0, self.items - self._before), self._ordered - self._before, 0
+            sampled, wanted = self._sampled, 0
             if not looks and self.rule.divides:
                 wanted, self._told = n + AHEAD * max(0, sampled - self._told), sampled
                 # A part that is too small for a batch would be in others' way.
@@ -384,7 +379,7 @@ class LearnerLimiter:
                 self.rule.number,
                 self.items,
                 self.batches,
-                counted,
+                self._counted,
                 sampled,
                 self._inserted,
                 self.waited,
@@ -401,20 +396,21 @@ class LearnerLimiter:
         return sum(self._inserted.values())
 
     @property
-    def under_way(self) -> int:
-        """Items that this learner has ordered and not handed out yet."""
-        return self._ordered - self.items
-
-    @property
     def drawn(self) -> int:
         """Items that all learners have handed out."""
         return self.items + self.others.items
 
     @property
-    def sampled(self) -> int:
-        """Items drawn under the present limiter by all learners, those that this one has ordered too."""
+    def counted(self) -> int:
+        """Items that all learners have handed out under the present limiter."""
         with self._lock:
-            return self._ordered - self._before + self.others.sampled * (self.others.rule == self.rule.number)
+            return self._counted + self.others.sampled * (self.others.rule == self.rule.number)
+
+    @property
+    def sampled(self) -> int:
+        """The same, and those that this learner has ordered."""
+        with self._lock:
+            return self.counted + self._sampled - self._counted
 
     @property
     def learners(self) -> int:
