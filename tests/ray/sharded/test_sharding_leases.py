@@ -64,63 +64,87 @@ def clock(monkeypatch):
     return made
 
 
+class Union:
+    """Learners and a coordinator, to whom anything may happen; no draw may break the rule."""
+
+    def __init__(self, clock, limiter, first):
+        self.clock, self.limiter, self.inserted = clock, limiter, {0: first, 1: 0}
+        self.coordinator = GlobalRateLimiter(Rule(limiter))
+        self.learners = [Learner(Rule(limiter), stream) for stream in range(2)]
+
+    def step(self, what, who, n):
+        learner = self.learners[who % len(self.learners)]
+        if learner.alive or what in ("insert", "join", "pause"):
+            getattr(self, what)(learner, n)
+
+    def insert(self, _, n):
+        self.inserted[n % 2] += n
+
+    def join(self, _, n):
+        if len(self.learners) < 5:
+            self.learners.append(Learner(Rule(self.limiter), len(self.learners)))
+
+    def pause(self, _, n):
+        self.clock.now += n / 20
+
+    def die(self, learner, n):
+        learner.alive, learner.died = False, self.clock.now
+
+    def report(self, learner, n):
+        learner.report(dict(self.inserted), n % 3 * 10)
+
+    def deliver(self, learner, n):
+        if learner.reports:
+            learner.deliver(self.coordinator, n % len(learner.reports))
+
+    def hear(self, learner, n):
+        if learner.answers:
+            learner.hear(n % len(learner.answers))
+
+    def lose(self, learner, n):
+        if learner.reports or learner.answers:
+            (learner.reports or learner.answers).pop()
+
+    def ask(self, learner, n):
+        learner.report(dict(self.inserted), n)
+        learner.deliver(self.coordinator, -1)
+        learner.hear(-1)
+        self.draw(learner, n)
+
+    def draw(self, learner, n):
+        if not learner.draw(n):
+            return
+        _, ratio, low, _ = self.limiter.bounds()
+        whole = sum(self.inserted.values())
+        # What a dead learner drew after its last report is forgotten, at the earliest when its lease has ended.
+        known = [
+            one.drawn if one.alive or self.clock.now < one.died else min(one.told, one.drawn) for one in self.learners
+        ]
+        assert whole >= self.limiter.min_size
+        assert whole * ratio - sum(known) >= low
+
+
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["insert", "draw", "draw", "ask", "report", "deliver", "hear", "lose", "die", "join", "wait"]),
+        st.sampled_from(["insert", "draw", "draw", "ask", "report", "deliver", "hear", "lose", "die", "join", "pause"]),
         st.integers(0, 7),
         st.integers(1, 40),
     ),
     max_size=150,
 )
+LIMITERS = st.builds(
+    tr.SamplesPerInsert, st.sampled_from([0.25, 1.0, 3.0]), st.integers(1, 30), st.sampled_from([0.5, 2.0])
+)
 
 
 @settings(max_examples=150)
-@given(
-    st.sampled_from([0.25, 1.0, 3.0]), st.integers(1, 30), st.sampled_from([0.5, 2.0]), st.integers(20, 200), STEPS
-)
-def test_whatever_messages_are_late_or_lost_learners_draw_no_more_than_the_formula_admits(
-    ratio, min_size, tolerance, first, steps
-):
+@given(LIMITERS, st.integers(20, 200), STEPS)
+def test_whatever_messages_are_late_or_lost_learners_draw_no_more_than_the_formula_admits(limiter, first, steps):
     with pytest.MonkeyPatch.context() as patched:
-        clock = Clock()
-        patched.setattr(rate_limiter, "time", clock)
-        limiter = tr.SamplesPerInsert(ratio, min_size, tolerance)
-        _, _, low, _ = limiter.bounds()
-        coordinator, inserted = GlobalRateLimiter(Rule(limiter)), {0: first, 1: 0}
-        learners = [Learner(Rule(limiter), stream) for stream in range(2)]
+        patched.setattr(rate_limiter, "time", clock := Clock())
+        union = Union(clock, limiter, first)
         for what, who, n in steps:
-            learner = learners[who % len(learners)]
-            if what == "insert":
-                inserted[who % 2] += n
-            elif what == "join" and len(learners) < 5:
-                learners.append(Learner(Rule(limiter), len(learners)))
-            elif what == "wait":
-                clock.now += n / 20
-            elif not learner.alive:
-                pass
-            elif what == "die":
-                learner.alive, learner.died = False, clock.now
-            elif what == "ask":
-                learner.report(dict(inserted), n)
-                learner.deliver(coordinator, -1)
-                learner.hear(-1)
-                learner.draw(n)
-            elif what == "report":
-                learner.report(dict(inserted), n % 3 * 10)
-            elif what == "deliver" and learner.reports:
-                learner.deliver(coordinator, n % len(learner.reports))
-            elif what == "hear" and learner.answers:
-                learner.hear(n % len(learner.answers))
-            elif what == "lose" and (learner.reports or learner.answers):
-                (learner.reports or learner.answers).pop()
-            elif what == "draw" and learner.draw(n):
-                whole = sum(inserted.values())
-                # What a learner drew after its last report is forgotten, at the earliest when its lease has ended.
-                known = sum(
-                    one.drawn if one.alive or clock.now < one.died else min(one.told, one.drawn) for one in learners
-                )
-                assert whole >= min_size
-                assert whole * ratio - known >= low
+            union.step(what, who, n)
 
 
 @pytest.mark.parametrize("learners", [1, 2, 5])

@@ -209,7 +209,11 @@ def test_ctrl_c_while_rounds_ahead_are_fetched_leaves_none_counted_as_drawn():
         next(stream)
     assert len(next(stream)["key"]) == 8
     stream.close()
-    assert (shards._limiter.items, shards._limiter.sampled - shards._limiter.items, shards._limiter.sampled) == (24, 0, 24)
+    assert (shards._limiter.items, shards._limiter.sampled - shards._limiter.items, shards._limiter.sampled) == (
+        24,
+        0,
+        24,
+    )
     assert sampler.made == 3
     shards.close()
 
@@ -269,12 +273,12 @@ def test_a_batch_that_is_under_way_comes_though_the_limiter_admits_no_more():
 
     def refresh():
         looks.append(None)
-        if len(looks) == 2:  # the first round is ordered
+        if len(looks) == 3:  # the first round is ordered
             shards._limiter.change(Rule(tr.MinSize(1000), 1))
 
     shards.refresh = refresh
     stream = stream_of(sampler, timeout=0.0)
     assert len(next(stream)["key"]) == 8
-    assert len(looks) == 2
+    assert len(looks) == 3
     stream.close()
     shards.close()

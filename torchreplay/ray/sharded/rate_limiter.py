@@ -92,11 +92,6 @@ class LearnerReport:
     heard: int = 0  # the moment of the last answer that it has heard
     sent: float = 0.0  # when, by its own monotonic clock
 
-    @property
-    def moment(self) -> tuple[int, ...]:
-        """Of two of the same learner, the later one's is larger: what was under way may be given up."""
-        return self.rule, self.items, self.batches, self.counted
-
 
 class Totals(NamedTuple):
     """What the coordinator answers: what all others have handed out."""
@@ -159,7 +154,7 @@ class GlobalRateLimiter:
         """Takes in a learner's report, and returns what it needs to know of the others."""
         self.count_inserted(report.inserted)
         known = self._learners.get(report.stream)
-        if report.batches and (known is None or report.moment > known.moment):
+        if report.batches and (known is None or (report.rule, report.items) > (known.rule, known.items)):
             self._learners[report.stream] = report  # those who only look around would add up
         if report.batches or report.waited:
             self._waits.hear(report.stream, report.waited)
@@ -336,10 +331,12 @@ class LearnerLimiter:
             self._sampled -= (ahead.n - n) * (ahead.rule == self.rule.number)
             ahead.n = n
 
-    def count_wait(self, seconds: float) -> None:
-        """Counts so many seconds as waited for rows."""
+    def count_wait(self, since: float) -> float:
+        """Counts the time since then as waited for rows; returns until when."""
+        now = time.monotonic()
         with self._lock:
-            self.waited += seconds
+            self.waited += now - since
+        return now
 
     def count(self, told: Mapping[int, ShardReport]) -> None:
         """Takes in what shards have answered."""

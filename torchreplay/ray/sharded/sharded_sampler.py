@@ -194,18 +194,14 @@ class ShardedSampler(BatchSource):
         time.sleep(min(POLL, wait.slice_ns() * 1e-9))
 
     def admits(self, n: int) -> bool:
-        """Returns whether, as far as is known, the limiter admits a draw of `n` items and there are any."""
+        """Returns whether, as far as is known now, the limiter admits a draw of `n` items and there are any."""
+        self.shards.refresh()
         drawable = any(figures.drawn.drawable for figures in self.shards.figures.values())
         return drawable and self.shards.limiter.admits(n)
 
-    def admits_now(self, n: int) -> bool:
-        """Looks at what is new, without waiting for it, and returns what `admits` does."""
-        self.shards.refresh()
-        return self.admits(n)
-
     def admit(self, n: int, wait: Wait) -> None:
         """Returns once the limiter admits a draw of `n` items, and there are any."""
-        if not (self.shards.limiter.covers(n) and self.shards.alone()) and not self.admits_now(n):
+        if not self.admits(n):
             self._wait_for_rows(n, wait)
 
     def begin(self, n: int, wait: Wait, place: ReplayBatch | None = None) -> SampleRequest:
@@ -286,11 +282,11 @@ class ShardedSampler(BatchSource):
             while not self.admits(n):
                 self._check(n, wait)
                 time.sleep(min(POLL, wait.slice_ns() * 1e-9))
-                since = self._note_wait(since)
+                since = self.shards.limiter.count_wait(since)
                 with suppress(ReplayTimeout):  # the next check says what is missing
                     self._look(n, wait)
         finally:
-            self._note_wait(since)
+            self.shards.limiter.count_wait(since)
 
     def _look(self, n: int, wait: Wait) -> None:
         """Asks all shards what they have, and for a lease."""
@@ -310,12 +306,6 @@ class ShardedSampler(BatchSource):
                 wait.check_rows(inserted, needed, drawable, size, self._complete_when, lambda: self.shards.silence)
         else:
             wait.check_turns(barren)
-
-    def _note_wait(self, since: float) -> float:
-        """Counts the time since then as waited for rows; returns until when."""
-        now = time.monotonic()
-        self.shards.limiter.count_wait(now - since)
-        return now
 
 
 class SampleRequestStream:
@@ -441,9 +431,11 @@ class SampleRequestStream:
 
     def _take(self, wait: Wait) -> ReplayBatch | None:
         if not self._ahead:
-            self._sampler.admit(self._batch_size, wait)
+            if not self._sampler.shards.limiter.covers(self._batch_size):
+                self._sampler.admit(self._batch_size, wait)
             if (batch := self._take_here(wait)) is not None:
                 return batch
+            self._sampler.admit(self._batch_size, wait)
         self._order(wait)
         # They travel while this batch is made, and while its user works.
         self._sampler.shards.calls.fetch(
@@ -459,7 +451,7 @@ class SampleRequestStream:
         while not self._ahead or (
             len(self._ahead) < self._most
             and self._sampler.shards.alone() is None
-            and self._sampler.admits_now(self._batch_size)
+            and self._sampler.admits(self._batch_size)
         ):
             self._ahead.append(self._sampler.begin(self._batch_size, wait, self._spec.place()))
         self._sampler.shards.report()
