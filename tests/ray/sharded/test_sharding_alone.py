@@ -1,5 +1,7 @@
 """A single shard, on the learner's node: drawn from as a local buffer is. On a cluster in this process."""
 
+from itertools import islice
+
 import numpy as np
 import pytest
 import torch
@@ -142,7 +144,7 @@ def test_explorers_that_wait_for_draws_and_another_limiter_are_heeded(cluster, r
         del rounds[:]
         replay.limiter = tr.SamplesPerInsert(4.0, min_size=1, tolerance=0.5)
         replay.sample(4)
-        assert rounds == [None]
+        assert rounds == []
         replay.limiter = tr.MinSize(50)
         with pytest.raises(tr.ReplayTimeout, match="50"):
             replay.sample(4, timeout=0.05)
@@ -165,3 +167,32 @@ def test_a_schedule_of_beta_counts_the_batches_of_all_learners(cluster):
         for _ in range(5):
             replay.sample(4)
         assert seen[-5:] == [0, 1, 2, 3, 4]
+
+
+def batches_of(replay, n, prefetch):
+    """Endless batches, by `sample` where `prefetch` is None; each is waited for a second at most."""
+    if prefetch is None:
+        return iter(lambda: replay.sample(n, timeout=1.0), None)
+    return iter(tr.ReplayDataset(replay, n, prefetch=prefetch, timeout=1.0))
+
+
+@pytest.mark.parametrize("prefetch", [None, 0, 2])
+def test_a_learner_finds_out_that_nothing_is_left_to_be_drawn(cluster, prefetch):
+    with filled() as replay:
+        batches = batches_of(replay, 4, prefetch)
+        for _ in range(3):
+            next(batches)
+        replay.discard(replay.keys())
+        with pytest.raises(tr.ReplayTimeout, match="0 can be drawn"):
+            list(islice(batches, 4))  # some are drawn ahead
+
+
+@pytest.mark.parametrize("prefetch", [None, 0, 2])
+def test_under_a_ratio_it_is_drawn_from_without_a_round_of_calls_up_to_the_bound(cluster, rounds, prefetch):
+    with filled(limiter=tr.SamplesPerInsert(4.0, min_size=20, tolerance=0.5)) as replay:
+        del rounds[:]
+        before, drawn = replay.stats().sampled, []
+        with pytest.raises(tr.ReplayTimeout, match="40 items were inserted, 42 are needed"):
+            drawn.extend(len(batch["key"]) for batch in batches_of(replay, 8, prefetch))
+        assert rounds == []
+        assert before + sum(drawn) == replay.stats().sampled == 120  # 4 x 40 - 120 = 4 x 20 x (1 - 0.5)

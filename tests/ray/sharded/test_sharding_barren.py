@@ -70,6 +70,7 @@ class Union:
     """What draws need of the members: these shards, called directly."""
 
     silence = ""
+    alone = staticmethod(lambda: None)
 
     def __init__(self, shards):
         self.limiter = LearnerLimiter(Rule(tr.MinSize()), 0)

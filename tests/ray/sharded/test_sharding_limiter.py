@@ -368,7 +368,6 @@ def test_rounds_that_are_given_up_count_for_no_limiter():
     assert_sampled(64, 64)
     end(learner, begin(learner, 64), drawn=False)
     assert_sampled(64, 64)
-    assert learner.under_way == 0
     assert (learner.items, learner.batches) == (4 * 64, 4)
 
 

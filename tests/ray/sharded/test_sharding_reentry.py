@@ -168,13 +168,13 @@ def test_while_no_shard_answers_a_draw_keeps_to_its_timeout_and_asks_now_and_the
 def test_a_handler_that_draws_in_the_midst_of_a_draw_gets_a_batch_and_no_step_is_used_twice():
     shards = InterruptedShards([50, 20], tr.Prioritized())
     sampler = sampler_over(shards)
-    steps, order = [], sampler.order
+    steps, begin = [], sampler.begin
 
     def watched(n, wait, place=None):
-        steps.append((ordered := order(n, wait, place)).round.step)
+        steps.append((ordered := begin(n, wait, place)).round.step)
         return ordered
 
-    sampler.order = watched
+    sampler.begin = watched
     drawn = []
     with handler(lambda: drawn.append(sampler.draw(8, None, Wait(shards, 10)))):
         for looks in range(1, 20):
@@ -187,7 +187,7 @@ def test_a_handler_that_draws_in_the_midst_of_a_draw_gets_a_batch_and_no_step_is
     assert all(isinstance(batch, ReplayBatch) and len(batch["key"]) == 8 for batch in drawn)
     assert sampler.made == shards._limiter.batches == len(drawn)
     assert sorted(steps) == list(range(len(drawn)))
-    assert (shards._limiter.items, shards._limiter.under_way) == (8 * len(drawn), 0)
+    assert (shards._limiter.items, shards._limiter.sampled - shards._limiter.items) == (8 * len(drawn), 0)
     shards.close()
 
 
@@ -209,7 +209,11 @@ def test_ctrl_c_while_rounds_ahead_are_fetched_leaves_none_counted_as_drawn():
         next(stream)
     assert len(next(stream)["key"]) == 8
     stream.close()
-    assert (shards._limiter.items, shards._limiter.under_way, shards._limiter.sampled) == (24, 0, 24)
+    assert (shards._limiter.items, shards._limiter.sampled - shards._limiter.items, shards._limiter.sampled) == (
+        24,
+        0,
+        24,
+    )
     assert sampler.made == 3
     shards.close()
 
@@ -256,7 +260,7 @@ def test_an_exception_of_a_handler_at_any_call_leaves_no_round_under_way(prefetc
     while reaches(call, at):
         at += 1
         gc.collect()
-        assert (sampler._under_way, shards._limiter.under_way) == (0, 0)
+        assert (sampler._under_way, shards._limiter.sampled - shards._limiter.items) == (0, 0)
     assert at > 30
     assert sampler.made == shards._limiter.batches
     shards.close()
@@ -269,12 +273,12 @@ def test_a_batch_that_is_under_way_comes_though_the_limiter_admits_no_more():
 
     def refresh():
         looks.append(None)
-        if len(looks) == 2:  # the first round is ordered
+        if len(looks) == 3:  # the first round is ordered
             shards._limiter.change(Rule(tr.MinSize(1000), 1))
 
     shards.refresh = refresh
     stream = stream_of(sampler, timeout=0.0)
     assert len(next(stream)["key"]) == 8
-    assert len(looks) == 2
+    assert len(looks) == 3
     stream.close()
     shards.close()

@@ -168,6 +168,10 @@ class LocalShard:
                 return self._candidates.look()
         return None
 
+    def look(self) -> Future[Answer]:
+        """Says what there is, as the shard's actor does."""
+        return self._answered(lambda: (self._candidates.look(), None))
+
     def draw(self, candidates: int, largest: float, layout: Layout, room: ReplayBatch | None) -> Future[Answer]:
         """Draws candidates, into the first rows of `room` where it is given; then the answer has no block.
 

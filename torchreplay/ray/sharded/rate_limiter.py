@@ -1,12 +1,15 @@
-"""The limiter of a `ShardedReplay`: the coordinator counts, learners report to it and know what others have drawn."""
+"""The limiter of a `ShardedReplay`: the coordinator counts, and leases to each learner how much it may draw."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from torchreplay import _C
@@ -18,6 +21,15 @@ if TYPE_CHECKING:
 
 WINDOW: Final = 10.0
 """Seconds: waits of late are those of the running window and the one before, as in a `ReplayBuffer`."""
+
+LEASE_SECONDS: Final = 2.0
+"""Seconds after which a lease ends: the coordinator then gives what is left of it to others."""
+
+AHEAD: Final = 4
+"""A learner asks for so many times the items that it has drawn since its last report."""
+
+MOST: Final = 1 << 48
+"""Draws that are as good as no limit."""
 
 _PAST: Final = -1
 """The number of no learner: what was drawn before a checkpoint."""
@@ -75,11 +87,10 @@ class LearnerReport:
     inserted: Mapping[int, int]
     waited: float = 0.0  # seconds that it has waited for rows
     n: int = 0  # items that it waits for, which are always admitted; 0 for none
-
-    @property
-    def moment(self) -> tuple[int, ...]:
-        """Of two of the same learner, the later one's is larger: what was under way may be given up."""
-        return self.rule, self.items, self.batches, self.counted
+    wanted: int = 0  # items that it wants to be sure of, beyond those sampled
+    lease: int = 0  # items up to which it may draw, as it sees it, under this limiter
+    heard: int = 0  # the moment of the last answer that it has heard
+    sent: float = 0.0  # when, by its own monotonic clock
 
 
 class Totals(NamedTuple):
@@ -93,6 +104,18 @@ class Totals(NamedTuple):
     learners: int = 0  # how many others have drawn
     waited: float = 0.0  # seconds that all learners have waited for rows
     wait_share: float = 0.0  # share of the last seconds that each has, on average
+    lease: int = 0  # items up to which the learner itself may draw under this limiter
+    until: float = 0.0  # when that ends, by its own monotonic clock
+
+
+class Lease(NamedTuple):
+    """What a learner may draw without asking."""
+
+    items: int  # up to which it may draw under the limiter, in all
+    rule: int  # the number of that limiter
+    moment: int  # of the answer that says so
+    until: float  # monotonic time at which it ends
+    waits: bool  # whether the learner waits for more
 
 
 class GlobalRateLimiter:
@@ -106,6 +129,7 @@ class GlobalRateLimiter:
         # Items that ever became drawable in each shard, by number; what a lost one had stays counted
         self.inserted: Mapping[int, int] = {}
         self._learners: dict[int, LearnerReport] = {}
+        self._leases: dict[int, Lease] = {}
         self._waits = WaitStats()
         self._looks = 0  # how often fewer items were waited for than there are shards
         self._moment = 0
@@ -130,7 +154,7 @@ class GlobalRateLimiter:
         """Takes in a learner's report, and returns what it needs to know of the others."""
         self.count_inserted(report.inserted)
         known = self._learners.get(report.stream)
-        if report.batches and (known is None or report.moment > known.moment):
+        if report.batches and (known is None or (report.rule, report.items) > (known.rule, known.items)):
             self._learners[report.stream] = report  # those who only look around would add up
         if report.batches or report.waited:
             self._waits.hear(report.stream, report.waited)
@@ -145,6 +169,8 @@ class GlobalRateLimiter:
             sum(other.stream != _PAST for other in others),
             self._waits.total,
             self._waits.share,
+            self._lease(report),
+            report.sent + LEASE_SECONDS,
         )
 
     def limits(self, numbers: Iterable[int], report: LearnerReport | None = None) -> dict[int, int | None]:
@@ -173,6 +199,33 @@ class GlobalRateLimiter:
             for place, number in enumerate(shards)
         }
 
+    def _lease(self, report: LearnerReport) -> int:
+        """Returns up to how many items a learner may draw.
+
+        All leases together, and what was drawn by those who have none, are never more than what the limiter admits.
+        Of what is free a learner gets a part at most, as one more would, but always what it waits for if that is there.
+        """
+        now = time.monotonic()
+        if report.rule != self.rule.number or not self.rule.divides:
+            return 0
+        rule, leases = self.rule.number, self._leases
+        self._leases = leases = {n: one for n, one in leases.items() if now < one.until and one.rule == rule}
+        mine, lease = leases.pop(report.stream, None), report.sampled
+        if mine is not None:  # what it gives back counts when it has heard of all that it was given
+            lease = max(lease, report.lease if report.heard == mine.moment else mine.items)
+        taken = {one.stream: one.counted for one in self._others(report.stream) if one.rule == rule}
+        taken |= {stream: max(one.items, taken.get(stream, 0)) for stream, one in leases.items()}
+        needed = partial(self.rule.needed, sum(taken.values()))
+        free = bisect_right(range(MOST), sum(self.inserted.values()), key=needed) - 1 - report.sampled
+        part = min(report.wanted, max(report.n, free // (len(leases) + 2)))
+        granted = report.n <= part <= free and (report.n > 0 or not any(one.waits for one in leases.values()))
+        if granted:
+            lease = max(lease, report.sampled + part)
+        if report.wanted or lease > report.sampled:
+            waits = report.wanted > 0 and report.n > 0 and not granted
+            leases[report.stream] = Lease(lease, rule, self._moment, now + LEASE_SECONDS, waits)
+        return lease
+
     def _others(self, stream: int) -> list[LearnerReport]:
         return [learner for learner in self._learners.values() if learner.stream != stream]
 
@@ -200,8 +253,9 @@ class Round:
 class LearnerLimiter:
     """The limiter as one learner knows it: whether it may draw.
 
-    What this learner draws is counted at once; what others draw, as of the coordinator's last answer; what explorers
-    insert, as of the shards' last answers. `stream` is this learner's number. Threads may share it.
+    Under a ratio it draws as long as its lease lasts, and asks for more in time. What others draw is known as of the
+    coordinator's last answer; what explorers insert, as of the shards' last answers. `stream` is this learner's number.
+    Threads may share it.
     """
 
     def __init__(self, rule: Rule, stream: int) -> None:
@@ -213,7 +267,10 @@ class LearnerLimiter:
         self.waited = 0.0  # seconds that this learner has waited for rows
         self.stream = stream  # which no other process has
         self._inserted: Mapping[int, int] = {}  # by shard
-        self._ordered = self._before = 0  # items ordered, less those given up; those before this rule
+        self._sampled = self._counted = 0  # items that this rule counts: those ordered, less those given up; handed out
+        # Items up to which it may order under this rule, and until when; up to which it need not ask for more; and how
+        # many there were at its last report.
+        self._lease, self._until, self._enough, self._told = 0, 0.0, 0, 0
 
     def change(self, rule: Rule) -> None:
         """Keeps to another limiter from now on, if it is newer."""
@@ -221,51 +278,65 @@ class LearnerLimiter:
             if rule.number > self.rule.number:
                 if rule.cleared > self.rule.cleared:
                     self.largest = 1.0  # as in a new buffer
-                self.rule = rule
-                self._before = self._ordered  # what is under way was admitted by the one before
+                self.rule = rule  # what is under way was admitted by the one before
+                self._sampled = self._counted = self._lease = self._enough = self._told = 0
+
+    def covers(self, n: int) -> bool:
+        """Returns whether `n` more items may be drawn, and nobody has to be asked."""
+        return self._sampled + n <= self._lease and time.monotonic() < self._until
+
+    def admits(self, n: int) -> bool:
+        """Returns whether `n` more items may be drawn, as far as is known."""
+        with self._lock:
+            if not self.rule.divides and self.inserted >= self.needed(n):  # for as long as this limiter is kept to
+                self._lease, self._until, self._enough = MOST, math.inf, MOST
+            return self.covers(n)
+
+    @property
+    def short(self) -> bool:
+        """Whether it is time to ask for more."""
+        return self._sampled > self._enough
 
     # Nothing is called under the lock in the next two: a signal's handler comes before or after.
 
     def begin(self, ahead: Round) -> None:
         """Counts a round's items as ordered, under this limiter."""
         with self._lock:
-            self._ordered += ahead.n
+            self._sampled += ahead.n
             ahead.rule = self.rule.number
 
     def end(self, ahead: Round) -> None:
         """Counts a round's items as handed out if it is drawn, else as given up. Idempotent."""
         with self._lock:
-            if ahead.rule < 0:
-                return
-            if ahead.drawn:
+            counts = ahead.rule == self.rule.number
+            if ahead.drawn and ahead.rule >= 0:
                 self.items += ahead.n
                 self.batches += 1
+                self._counted += ahead.n * counts
             else:
-                self._ordered -= ahead.n
-                if ahead.rule != self.rule.number:
-                    self._before -= ahead.n
+                self._sampled -= ahead.n * counts
             ahead.rule = -1
 
     def count_batch(self, n: int) -> None:
         """Counts a batch of `n` items as ordered and handed out."""
         with self._lock:
-            self._ordered += n
+            self._sampled += n
+            self._counted += n
             self.items += n
             self.batches += 1
 
     def shorten(self, ahead: Round, n: int) -> None:
         """Counts all but `n` items of a round as given up."""
         with self._lock:
-            left, ahead.n = ahead.n - n, n
-            if ahead.rule >= 0:
-                self._ordered -= left
-                if ahead.rule != self.rule.number:
-                    self._before -= left
+            self._sampled -= (ahead.n - n) * (ahead.rule == self.rule.number)
+            ahead.n = n
 
-    def count_wait(self, seconds: float) -> None:
-        """Counts so many seconds as waited for rows."""
+    def count_wait(self, since: float) -> float:
+        """Counts the time since then as waited for rows; returns until when."""
+        now = time.monotonic()
         with self._lock:
-            self.waited += seconds
+            self.waited += now - since
+        return now
 
     def count(self, told: Mapping[int, ShardReport]) -> None:
         """Takes in what shards have answered."""
@@ -283,21 +354,37 @@ class LearnerLimiter:
         with self._lock:
             if others.moment > self.others.moment:
                 self.others = others
+                if others.rule == self.rule.number and self.rule.divides:
+                    self._lease, self._until = others.lease, others.until
+                    self._enough = (self._lease + self._sampled) // 2
 
-    def report(self, n: int = 0) -> LearnerReport:
-        """Returns the report to the coordinator; `n`: items that are waited for."""
+    def report(self, n: int = 0, looks: bool = False) -> LearnerReport:
+        """Returns the report to the coordinator, and gives back what the learner does not need.
+
+        Args:
+            n: Items that are waited for.
+            looks: Whether it is the report of someone who only looks around: the lease stays as it is.
+        """
         with self._lock:
-            counted, sampled = max(0, self.items - self._before), self._ordered - self._before
+            sampled, wanted = self._sampled, 0
+            if not looks and self.rule.divides:
+                wanted, self._told = n + AHEAD * max(0, sampled - self._told), sampled
+                # A part that is too small for a batch would be in others' way.
+                self._lease = min(self._lease, sampled + wanted if self._lease - sampled >= n else sampled)
             return LearnerReport(
                 self.stream,
                 self.rule.number,
                 self.items,
                 self.batches,
-                counted,
+                self._counted,
                 sampled,
                 self._inserted,
                 self.waited,
                 n,
+                wanted,
+                self._lease,
+                self.others.moment,
+                time.monotonic(),
             )
 
     @property
@@ -306,20 +393,21 @@ class LearnerLimiter:
         return sum(self._inserted.values())
 
     @property
-    def under_way(self) -> int:
-        """Items that this learner has ordered and not handed out yet."""
-        return self._ordered - self.items
-
-    @property
     def drawn(self) -> int:
         """Items that all learners have handed out."""
         return self.items + self.others.items
 
     @property
-    def sampled(self) -> int:
-        """Items drawn under the present limiter by all learners, those that this one has ordered too."""
+    def counted(self) -> int:
+        """Items that all learners have handed out under the present limiter."""
         with self._lock:
-            return self._ordered - self._before + self.others.sampled * (self.others.rule == self.rule.number)
+            return self._counted + self.others.sampled * (self.others.rule == self.rule.number)
+
+    @property
+    def sampled(self) -> int:
+        """The same, and those that this learner has ordered."""
+        with self._lock:
+            return self.counted + self._sampled - self._counted
 
     @property
     def learners(self) -> int:

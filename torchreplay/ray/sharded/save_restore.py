@@ -199,7 +199,7 @@ def _described(
             streams,
             table.rule.inserted_before,
             table.rule.cleared,
-            max(0, counted.sampled - counted.under_way),
+            counted.counted,
             counted.drawn,
             counted.steps,
             table.lost_updates,

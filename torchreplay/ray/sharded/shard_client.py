@@ -21,7 +21,7 @@ from torchreplay.ray.sharded.coordinator_client import CoordinatorClient
 from torchreplay.ray.sharded.global_distribution import pack, unpack
 from torchreplay.ray.sharded.local_shard import LocalAttachment, LocalShard
 from torchreplay.ray.sharded.manifest import Manifest
-from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, LearnerReport, Rule
+from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, Rule
 from torchreplay.ray.sharded.remote_shard import RemoteAttachment
 from torchreplay.ray.sharded.reply_collector import ReplyCollector
 from torchreplay.ray.sharded.shard_link import ShardLinks
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     from torchreplay._C import Census
 
 REPORT_SECONDS: Final = 0.1
-"""Seconds between two reports of this learner's draws where no explorer waits for them."""
+"""Seconds between two reports of this learner's draws, unless it needs a lease before."""
+
+ANSWER_SECONDS: Final = 0.02
+"""Seconds for which who waits for items waits for an answer of the coordinator's, before it looks around again."""
 
 REFRESH: Final = 1.0
 """Seconds between two looks at the table: shards that came back are drawn from that much later."""
 
 SILENT_AFTER: Final = 5.0
 """Seconds without an answer after which messages about a wait name the coordinator."""
-
-REPORTS: Final = 32
-"""Reports under way at most, where each batch is to be known at once: the next one says what those left out had."""
 
 Answers = dict[int, Answer]
 
@@ -67,7 +67,6 @@ class ShardClient:
         self.calls = ReplyCollector(self.lose, self._name, self._probe)
         self._ray = import_ray()
         self._reports: deque[tuple[Any, float]] = deque()  # answers to come, and since when
-        self._reported: LearnerReport | None = None  # last
         self._reported_at = -REPORT_SECONDS  # while nothing was waited for
         self._looked_at = 0.0  # when a report asked for the table last
         self._limiter: LearnerLimiter | None = None
@@ -129,29 +128,32 @@ class ShardClient:
                         self._adopt(table)
         self._catch_up()
 
-    def report(self, n: int = 0, last: bool = False, most: int = 1) -> None:
+    def report(self, n: int = 0, last: bool = False) -> None:
         """Reports to the coordinator what this process has drawn and knows of the shards, without a wait.
 
-        Where explorers wait for what learners draw, each batch is reported, as fast as the coordinator answers.
-        Elsewhere only other learners' schedules and statistics need to know, and now and then is enough. Now and then
-        the answer brings the table.
+        It does so now and then, and when the lease runs short. Now and then the answer brings the table.
 
         Args:
-            n: Items that it waits for; 0 for none.
+            n: Items that it waits for, and so for an answer that comes soon; 0 for none.
             last: Whether it draws no more for now, so that it must be said in any case.
-            most: Reports that are under way then at most. One that is left out is part of the next one.
         """
         if self._limiter is None:  # there is nothing to report
             return
         with self._lock:
-            report, now = self._limiter.report(n), time.monotonic()
-            due = n or now - self._reported_at >= REPORT_SECONDS
-            due = due or (self._limiter.rule.divides and report != self._reported)
-            if last or (due and len(self._reports) < most):
-                self._reported, self._reported_at = report, self._reported_at if n else now
+            now = time.monotonic()
+            if last or (len(self._reports) <= (n > 0) and (n or self._due(now))):  # one on its way may not say `n`
+                report = self._limiter.report(n)
+                self._reported_at = self._reported_at if n else now
                 looks = now - self._looked_at >= REFRESH
                 self._looked_at = now if looks else self._looked_at
                 self._reports.append((self.coordinator.tell("report", report, looks), now))
+            calls = [call for call, _ in self._reports] if n else []
+        if calls:
+            self._ray.wait(calls, num_returns=len(calls), timeout=ANSWER_SECONDS)
+            self.refresh()
+
+    def _due(self, now: float) -> bool:
+        return now - self._reported_at >= REPORT_SECONDS or self.limiter.short
 
     @property
     def silence(self) -> str:
@@ -246,14 +248,15 @@ class ShardClient:
         here, table = self.local.shard, self.table
         if here is None or len(table.entries) != 1 or here.number not in table.entries or self.closed:
             return None
-        if time.monotonic() - self._reported_at >= REPORT_SECONDS:
-            self.coordinator.require_own_process()
-            figures = here.report()
-            if figures is None:  # a round of calls finds out what it means
-                return None
-            self._note({here.number: (figures, None)})
-            self.report()
+        if self._due(time.monotonic()):
             self.refresh()
+            if not self._reports:
+                self.coordinator.require_own_process()
+                figures = here.report()
+                if figures is None:  # a round of calls finds out what it means
+                    return None
+                self._note({here.number: (figures, None)})
+                self.report()
         return here
 
     def order(
@@ -399,7 +402,7 @@ class ShardClient:
         is enough would poll for ever, where not every node has explorers.
         """
         self._note(self.calls.collect(self.order(dict.fromkeys(self.look().entries, 0))))
-        self.limiter.hear(self.coordinator.ask("report", self.limiter.report(1))[0])
+        self.limiter.hear(self.coordinator.ask("report", self.limiter.report(1, looks=True))[0])
         self._catch_up()
 
     def census(self, unused_count_as_others: bool, /) -> Census:
@@ -439,7 +442,7 @@ class ShardClient:
         if limiter is not None and limiter.others.rule > self.table.rule.number:
             self.look()
         if limiter is not None and limiter.others.rule < limiter.rule.number:
-            limiter.hear(self.coordinator.ask("report", limiter.report())[0])
+            limiter.hear(self.coordinator.ask("report", limiter.report(looks=True))[0])
 
     def _adopt(self, table: ShardTable) -> ShardTable:
         """Takes a table in, unless a newer one came first, and returns the newest."""

@@ -226,8 +226,7 @@ class ShardedReplay(Replay):
     ) -> ReplayBatch:
         """Draws a batch from all shards, stratified and with replacement; waits until the limiter admits it.
 
-        Every shard is asked once. What was drawn is reported at once if explorers wait for that. `ReplayDataset` has
-        several batches under way at a time and is faster.
+        Every shard is asked once. `ReplayDataset` has several batches under way at a time and is faster.
 
         Args:
             batch_size: Number of items, B.

@@ -25,7 +25,7 @@ from torchreplay.ray.sharded.global_distribution import GlobalDistribution, as_k
 from torchreplay.ray.sharded.local_shard import LocalShard
 from torchreplay.ray.sharded.rate_limiter import Round
 from torchreplay.ray.sharded.sample_request import LEAST_SLACK, SampleRequest
-from torchreplay.ray.sharded.shard_client import REPORTS, ShardClient
+from torchreplay.ray.sharded.shard_client import ShardClient
 from torchreplay.ray.sharded.shard_feedback import ShardFeedback
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
@@ -60,7 +60,6 @@ class ShardedSampler(BatchSource):
         self._lock = threading.RLock()
         self._made = self._next = self._under_way = 0  # batches, the next round's number, and rounds that are neither
         self._slack = 1.0
-        self._open_under = -1  # the number of the limiter that admits all draws from now on
         self._stream: int | None = None
 
     @property
@@ -118,16 +117,15 @@ class ShardedSampler(BatchSource):
 
     def draw(self, n: int, beta: Schedule | None, wait: Wait, budget: Mapping[str, int] | None = None) -> ReplayBatch:
         """Returns a batch of `n` items, or fewer within a budget, once there are any and the limiter admits it."""
-        while (batch := self.take(self.order(n, wait), beta, wait, budget=budget)) is None:
+        checked_int("batch_size", n, 1, MAX_BATCH)
+        while True:
+            self.admit(n, wait)
+            if budget is None and (drawn := self.draw_here(n, beta)) is not None:
+                return self.finished(drawn[0])
+            if (batch := self.take(self.begin(n, wait), beta, wait, budget=budget)) is not None:
+                self.shards.report()  # there may be no next one for long
+                return batch
             self.pause(n, wait)
-        self.shards.report(most=REPORTS)  # there may be no next one for long
-        return batch
-
-    def here(self) -> LocalShard | None:
-        """Returns the only shard, if it is on this node and admits all draws; None: shards are to be asked."""
-        if self._open_under < 0 or self._open_under != self.shards.limiter.rule.number:
-            return None
-        return self.shards.alone()
 
     def exponent(self, beta: Schedule | None = None, ahead: int = 0) -> float:
         """Returns the exponent of the weights of a batch that comes after `ahead` others: `beta`, or the sampler's."""
@@ -138,8 +136,10 @@ class ShardedSampler(BatchSource):
 
     def draw_here(self, n: int, beta: Schedule | None, out: Into = None) -> tuple[ReplayBatch, DrawnFrom] | None:
         """Draws from the only shard as a local buffer does, and returns what from; None: shards are to be asked."""
-        here = self.here()
-        if here is None or n.__class__ is not int or not 0 < n <= MAX_BATCH:
+        if n.__class__ is not int or not 0 < n <= MAX_BATCH or not self.shards.limiter.covers(n):
+            return None
+        here = self.shards.alone()
+        if here is None:
             return None
         batch, told = here.sample(n, self.exponent(beta), out)
         if batch is None or told is None:
@@ -152,7 +152,10 @@ class ShardedSampler(BatchSource):
         with self._lock:
             self._made += 1
             self._next += 1
-        self.shards.limiter.count_batch(len(batch["key"]))
+        limiter = self.shards.limiter
+        limiter.count_batch(len(batch["key"]))
+        if limiter.short:  # there may be no next one for long
+            self.shards.alone()
         batch.source = self.nonce
 
     def gather(self, keys: Any) -> ReplayBatch:
@@ -191,31 +194,21 @@ class ShardedSampler(BatchSource):
         time.sleep(min(POLL, wait.slice_ns() * 1e-9))
 
     def admits(self, n: int) -> bool:
-        """Returns whether, as far as is known, the limiter admits a draw of `n` items and there are any."""
-        limiter = self.shards.limiter
-        drawable = any(figures.drawn.drawable for figures in self.shards.figures.values())
-        return drawable and limiter.inserted >= limiter.needed(n)
-
-    def admits_now(self, n: int) -> bool:
-        """Looks at what is new, without waiting for it, and returns what `admits` does."""
+        """Returns whether, as far as is known now, the limiter admits a draw of `n` items and there are any."""
         self.shards.refresh()
-        return self.admits(n)
+        drawable = any(figures.drawn.drawable for figures in self.shards.figures.values())
+        return drawable and self.shards.limiter.admits(n)
 
-    def order(self, n: int, wait: Wait, place: ReplayBatch | None = None) -> SampleRequest:
-        """Asks all shards for candidates, once the limiter admits `n` items; `take` makes the batch.
+    def admit(self, n: int, wait: Wait) -> None:
+        """Returns once the limiter admits a draw of `n` items, and there are any."""
+        if not self.admits(n):
+            self._wait_for_rows(n, wait)
+
+    def begin(self, n: int, wait: Wait, place: ReplayBatch | None = None) -> SampleRequest:
+        """Asks all shards for candidates, where the limiter admits `n` items; `take` makes the batch.
 
         `place` is the batch, whose tensors are overwritten; None: it is made.
         """
-        checked_int("batch_size", n, 1, MAX_BATCH)
-        if not self.admits_now(n):
-            self._wait_for_rows(n, wait)
-        rule = self.shards.limiter.rule
-        if not rule.divides:  # what has come suffices for as long as this limiter is kept to
-            self._open_under = rule.number
-        return self.begin(n, wait, place)
-
-    def begin(self, n: int, wait: Wait, place: ReplayBatch | None = None) -> SampleRequest:
-        """Does what `order` does where the limiter is known to admit it."""
         here = self.shards.local.try_attach(wait)
         limiter, ahead = self.shards.limiter, Round(n, self._end)
         try:
@@ -289,16 +282,17 @@ class ShardedSampler(BatchSource):
             while not self.admits(n):
                 self._check(n, wait)
                 time.sleep(min(POLL, wait.slice_ns() * 1e-9))
-                since = self._note_wait(since)
+                since = self.shards.limiter.count_wait(since)
                 with suppress(ReplayTimeout):  # the next check says what is missing
                     self._look(n, wait)
         finally:
-            self._note_wait(since)
+            self.shards.limiter.count_wait(since)
 
     def _look(self, n: int, wait: Wait) -> None:
-        """Asks all shards what they have."""
+        """Asks all shards what they have, and for a lease."""
         self.shards.refresh()
-        self.shards.hear(self.shards.order(dict.fromkeys(self.shards.table.entries, 0)), wait)
+        here, numbers = self.shards.alone(), self.shards.table.entries
+        self.shards.hear({here.number: here.look()} if here else self.shards.order(dict.fromkeys(numbers, 0)), wait)
         self.shards.report(n)
 
     def _check(self, n: int, wait: Wait) -> None:
@@ -308,15 +302,10 @@ class ShardedSampler(BatchSource):
         if drawable or barren is None:
             inserted, needed = self.shards.limiter.inserted, self.shards.limiter.needed(n)
             size = sum(figures.stats.size for figures in self.shards.figures.values())
-            wait.check_rows(inserted, needed, drawable, size, self._complete_when, lambda: self.shards.silence)
+            if inserted < needed or not drawable or wait.expired:  # else the lease is on its way
+                wait.check_rows(inserted, needed, drawable, size, self._complete_when, lambda: self.shards.silence)
         else:
             wait.check_turns(barren)
-
-    def _note_wait(self, since: float) -> float:
-        """Counts the time since then as waited for rows; returns until when."""
-        now = time.monotonic()
-        self.shards.limiter.count_wait(now - since)
-        return now
 
 
 class SampleRequestStream:
@@ -403,7 +392,7 @@ class SampleRequestStream:
 
     def _take_here(self, wait: Wait) -> ReplayBatch | None:
         """Returns the next batch of the only shard, as a local buffer gives it; None: shards are to be asked."""
-        here = self._sampler.here()
+        here = self._sampler.shards.alone()
         if self._here is not None and self._here[0] is not here:
             self._leave()
         if here is None:
@@ -441,8 +430,12 @@ class SampleRequestStream:
         return self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)
 
     def _take(self, wait: Wait) -> ReplayBatch | None:
-        if not self._ahead and (batch := self._take_here(wait)) is not None:
-            return batch
+        if not self._ahead:
+            if not self._sampler.shards.limiter.covers(self._batch_size):
+                self._sampler.admit(self._batch_size, wait)
+            if (batch := self._take_here(wait)) is not None:
+                return batch
+            self._sampler.admit(self._batch_size, wait)
         self._order(wait)
         # They travel while this batch is made, and while its user works.
         self._sampler.shards.calls.fetch(
@@ -455,9 +448,11 @@ class SampleRequestStream:
         return batch
 
     def _order(self, wait: Wait) -> None:
-        if not self._ahead:
-            self._ahead.append(self._sampler.order(self._batch_size, wait, self._spec.place()))
-        while len(self._ahead) < self._most and self._sampler.admits_now(self._batch_size):
+        while not self._ahead or (
+            len(self._ahead) < self._most
+            and self._sampler.shards.alone() is None
+            and self._sampler.admits(self._batch_size)
+        ):
             self._ahead.append(self._sampler.begin(self._batch_size, wait, self._spec.place()))
         self._sampler.shards.report()
 
