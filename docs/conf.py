@@ -26,6 +26,7 @@ autodoc_typehints_description_target = "documented"
 autodoc_mock_imports = [name for name in ("cpprb", "h5py", "ray", "stable_baselines3") if find_spec(name) is None]
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_use_ivar = True  # one list of attributes
 add_module_names = False
 
 html_theme = "furo"
