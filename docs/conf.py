@@ -44,7 +44,8 @@ def as_markup(app: Any, what: str, name: str, it: Any, options: Any, lines: list
     parts = re.split(r"(?ms)^```\w*\n(.*?)^```$", "\n".join(lines))
     parts[::2] = [part.replace("|", "\\|") for part in parts[::2]]
     parts[1::2] = [".. code-block:: python\n\n" + indent(part, "    ") for part in parts[1::2]]
-    lines[:] = "".join(parts).split("\n")
+    first = [""] if what == "property" else []  # else napoleon takes what stands before a colon for a type
+    lines[:] = first + "".join(parts).split("\n")
 
 
 def setup(app: Any) -> None:

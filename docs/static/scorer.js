@@ -30,7 +30,10 @@ const IS_NAME = /_|[a-z][A-Z]|\w\.\w/.test(ASKED); // of a call: that comes firs
 const lastPart = (name) => name.split(".").pop().toLowerCase();
 
 function scoreOf([page, title, anchor, description, score]) {
-  if (description && lastPart(title) === lastPart(ASKED)) return IS_NAME ? 60 : 7;
+  if (description && lastPart(title) === lastPart(ASKED)) {
+    const own = /^torchreplay\.(\w+$|ReplayBuffer|Writer)/.test(title);
+    return (IS_NAME ? 60 : 8) - (own ? 0 : 5);
+  }
   const sum = LATER.reduce((sum, [pages, factor]) => (pages.test(page) ? sum * factor : sum), score);
   return sum + (GUIDES.some((pages) => pages.test(page)) ? 25 : 0);
 }
