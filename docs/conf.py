@@ -26,6 +26,7 @@ autodoc_typehints_description_target = "documented"
 autodoc_mock_imports = [name for name in ("cpprb", "h5py", "ray", "stable_baselines3") if find_spec(name) is None]
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_use_ivar = True  # one list of attributes
 add_module_names = False
 
 html_theme = "furo"
@@ -43,7 +44,8 @@ def as_markup(app: Any, what: str, name: str, it: Any, options: Any, lines: list
     parts = re.split(r"(?ms)^```\w*\n(.*?)^```$", "\n".join(lines))
     parts[::2] = [part.replace("|", "\\|") for part in parts[::2]]
     parts[1::2] = [".. code-block:: python\n\n" + indent(part, "    ") for part in parts[1::2]]
-    lines[:] = "".join(parts).split("\n")
+    first = [""] if what == "property" else []  # else napoleon takes what stands before a colon for a type
+    lines[:] = first + "".join(parts).split("\n")
 
 
 def setup(app: Any) -> None:

@@ -222,7 +222,8 @@ def main(args: Args) -> None:
     weights = {agent: tr.SharedWeights(network) for agent, network in learner.networks.items()}
     view = tr.Transitions(args.n_step, args.gamma)
     limiter = tr.MinSize(args.learning_starts)
-    buffers = buffers_for(env, args.capacity, view=view, sampler=tr.Prioritized(), limiter=limiter, seed=args.seed)
+    options = {"view": view, "sampler": tr.Prioritized(), "limiter": limiter, "name": args.env}
+    buffers = buffers_for(env, args.capacity, seed=args.seed, **options)
     # One ratio is enough: what holds the explorers back holds all their agents back.
     buffers[env.possible_agents[0]].limiter = tr.SamplesPerInsert(args.samples_per_insert, args.learning_starts)
     work = partial(explore, args=args)

@@ -240,6 +240,7 @@ def main(args: Args) -> None:
         sampler=tr.Prioritized(alpha=0.9, beta=0.6),  # the paper's
         limiter=tr.SamplesPerInsert(args.samples_per_insert, args.learning_starts),
         seed=args.seed,
+        name="T-maze",
     )
     work = partial(explore, args=args)
     with ExplorerPool(work, args.num_explorers, buffer, weights, seed=args.seed):

@@ -86,6 +86,14 @@ def everything(buffer):
     return buffer.gather(buffer.keys())
 
 
+def test_each_buffer_has_its_agents_name(env, buffers):
+    assert {agent: buffer.name for agent, buffer in buffers.items()} == {agent: agent for agent in env.possible_agents}
+    named = buffers_for(env, 10, name="run 7")
+    assert [buffer.name for buffer in named.values()] == [f"run 7/{agent}" for agent in env.possible_agents]
+    for buffer in named.values():
+        buffer.close()
+
+
 def test_the_environment_of_these_tests_is_a_parallel_environment(env):
     parallel_api_test(env, num_cycles=20)
 

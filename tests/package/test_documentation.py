@@ -171,6 +171,15 @@ def test_the_first_program_of_the_readme_ends_on_the_first_screen():
     assert len(lines) <= 200
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_is_not_cut_where_a_page_is_read(page):
+    """So many columns a block has on GitHub, and in the site on a screen of 1280 points."""
+    room = 124 if page.is_relative_to(ROOT / "docs") else 98
+    fences = re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    lines = [line for info, text in fences if "{" not in info for line in text.splitlines()]
+    assert [line for line in lines if len(line) > room] == []
+
+
 def test_nothing_is_tracked_that_git_ignores():
     command = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
     assert not subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout

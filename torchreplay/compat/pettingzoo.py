@@ -38,7 +38,7 @@ def specs_from_env(env: ParallelEnv[Any, Any, Any]) -> dict[str, dict[str, Any]]
 
 
 def buffers_for(
-    env: ParallelEnv[Any, Any, Any], capacity: int, *, view: View | None = None, **options: Any
+    env: ParallelEnv[Any, Any, Any], capacity: int, *, view: View | None = None, name: str | None = None, **options: Any
 ) -> dict[str, ReplayBuffer]:
     """Returns a new buffer for each possible agent, by the agent's name.
 
@@ -46,6 +46,7 @@ def buffers_for(
         env: Whose agents.
         capacity: Rows that fit into each buffer.
         view: How rows become items; None: `Transitions()`.
+        name: Of the run. Each buffer is then named `name/agent`, and else as its agent.
         **options: As for a `ReplayBuffer`, the same for all of them.
 
     Raises:
@@ -54,7 +55,13 @@ def buffers_for(
     """
     default: View = Transitions()
     return {
-        agent: ReplayBuffer(spec, capacity, view=default if view is None else view, **options)
+        agent: ReplayBuffer(
+            spec,
+            capacity,
+            view=default if view is None else view,
+            name=f"{agent}" if name is None else f"{name}/{agent}",
+            **options,
+        )
         for agent, spec in specs_from_env(env).items()
     }
 

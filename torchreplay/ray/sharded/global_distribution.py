@@ -1,6 +1,6 @@
 """The arithmetic of drawing from several buffers as if they were one: totals, counts, probabilities, weights, keys.
 
-`docs/sharding.md` derives the formulas. Nothing here knows Ray.
+`docs/sharding_in_depth.md` derives the formulas. Nothing here knows Ray.
 """
 
 from __future__ import annotations

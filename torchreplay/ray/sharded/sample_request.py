@@ -28,7 +28,7 @@ class SampleRequest:
     Those totals alone decide how many items the batch takes of each shard. So P(i) is the item's leaf divided by the
     sum of all leaves, each shard being as it was when its candidates were drawn. A shard whose total has outgrown its
     candidates is asked again, and its first answer is forgotten. Only the totals decide that, never the items or random
-    numbers. `docs/sharding.md` has the derivation.
+    numbers. `docs/sharding_in_depth.md` has the derivation.
 
     Args:
         round: What counts it, with the number of its items, while it is under way.

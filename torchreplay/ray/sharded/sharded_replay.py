@@ -76,7 +76,7 @@ class ShardedReplay(Replay):
         sampler: `Uniform()` (the default) or `Prioritized(...)`.
         view: `Rows()` (the default), `Transitions(...)`, `Sequences(...)` or `Hindsight(...)`.
         limiter: `MinSize(n)` (the default, with n = 1) or `SamplesPerInsert(...)`, counted over all shards; can be
-            changed later. How closely it is kept: `docs/sharding.md`.
+            changed later. How closely it is kept: `docs/sharding_in_depth.md`.
         seed: Of the draws, 0 to 2^64 - 1. None: a random one.
         nodes: Ray's ids of the nodes that get a shard. None: all that are alive.
         name: What people call it, as for `ReplayBuffer`. Its shards are called `"NAME/0"`, `"NAME/1"` and so on.
