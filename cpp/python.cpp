@@ -39,13 +39,15 @@ PyObject* init_arrays(PyObject*, PyObject* args) {
   });
 }
 
-// init_waits(ReplayTimeout, report, every): how waits for the lock end, and what long ones call every so many seconds.
+// init_waits(ReplayTimeout, Stopped, report, every): how waits for the lock end, and what long ones call every so many
+// seconds.
 PyObject* init_waits(PyObject*, PyObject* args) {
   return guarded([&] {
-    PyObject *type, *callable;
+    PyObject *timeout, *stopped, *callable;
     double every;
-    if (!PyArg_ParseTuple(args, "OOd", &type, &callable, &every)) throw PythonError{};
-    timeout_type = Py_NewRef(type);
+    if (!PyArg_ParseTuple(args, "OOOd", &timeout, &stopped, &callable, &every)) throw PythonError{};
+    timeout_type = Py_NewRef(timeout);
+    stopped_type = Py_NewRef(stopped);
     report = Py_NewRef(callable);
     report_every_ns = static_cast<int64_t>(every * 1e9);
     report_wait = report_to_log;

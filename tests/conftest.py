@@ -152,9 +152,9 @@ def path(tmp_path: Path) -> Path:
 def told() -> Iterator[list[str]]:
     """What long waits for the lock say, every other slice, in this process and in those that it forks."""
     texts: list[str] = []
-    _C.init_waits(tr.ReplayTimeout, texts.append, 0.08)
+    _C.init_waits(tr.ReplayTimeout, tr.Stopped, texts.append, 0.08)
     yield texts
-    _C.init_waits(tr.ReplayTimeout, waits.logger.warning, waits.LOG_EVERY)
+    _C.init_waits(tr.ReplayTimeout, tr.Stopped, waits.logger.warning, waits.LOG_EVERY)
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <memory>
+#include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -14,6 +16,11 @@ namespace torchreplay {
 
 // For so long what must not depend on anybody who may have been stopped waits for the drawing thread.
 inline constexpr int64_t kSettleNs = 200'000'000;
+
+// A segment was stopped before this process let go of it; what() says so.
+struct Stopped : std::runtime_error {
+  explicit Stopped(const std::string& called) : std::runtime_error(called + " was stopped") {}
+};
 
 // How many epochs have ended; items that the one under way has not drawn; and all.
 struct EpochState {

@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -44,14 +45,19 @@ class Learner {
 
   bool closed() const { return !attachment_; }
   // What a call keeps that lets go of the caller's lock: another thread may close() this meanwhile. Throws
-  // std::runtime_error when it is closed.
+  // std::runtime_error when it is closed: Stopped where it was stopped first.
   std::shared_ptr<Attachment> require_open() const {
     attachment();
     return attachment_;
   }
   Attachment& attachment() const {
-    if (!attachment_) throw std::runtime_error("the replay buffer is closed");
+    if (!attachment_) refuse_closed();
     return *attachment_;
+  }
+  // Throws what a call of a closed one does.
+  [[noreturn]] void refuse_closed() const {
+    if (!stopped_as_.empty()) throw Stopped(stopped_as_);
+    throw std::runtime_error("the replay buffer is closed");
   }
 
   // A draw that is under way in another thread ends as it would have. What this process holds goes back.
@@ -61,6 +67,7 @@ class Learner {
     updaters_.clear();
     member_.release();
     ownership_.release();
+    if (attachment_ && attachment_->stopped()) stopped_as_ = attachment_->memory().called();
     attachment_.reset();
   }
 
@@ -408,6 +415,7 @@ class Learner {
   uint64_t owned_since_ = kNever;  // fork generation
   uint64_t owned_step_ = 0;        // where the owner's stream of draws goes on
   DrawName next_;
+  std::string stopped_as_;  // what it was called, if it was stopped before it was closed
   Holdings holdings_;
   uint64_t ahead_ = 0;  // draws that next_ has passed, of batches that nobody has got yet
   std::vector<std::unique_ptr<BatchSampler>> samplers_;  // idle ones

@@ -73,7 +73,7 @@ struct SegmentObject {
 
   // For as long as a call lasts, in which another thread may close it.
   std::shared_ptr<AttachedSegment> attached() const {
-    if (!segment) throw std::runtime_error("the replay buffer is closed");
+    if (!segment) learner->refuse_closed();
     return segment;
   }
 };

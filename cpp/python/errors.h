@@ -9,6 +9,7 @@
 #include <system_error>
 
 #include "checkpoint/snapshot.h"
+#include "client/attachment.h"
 #include "python/gil.h"
 #include "segment/format.h"
 #include "system/blocks.h"
@@ -19,8 +20,9 @@ namespace torchreplay::py {
 // An error is already set in the interpreter.
 struct PythonError {};
 
-// torchreplay.ReplayTimeout, and report(text), which long waits call.
+// torchreplay.ReplayTimeout and torchreplay.Stopped; and report(text), which long waits call.
 inline PyObject* timeout_type = nullptr;
+inline PyObject* stopped_type = nullptr;
 inline PyObject* report = nullptr;
 
 // A call of the system has failed: MemoryError or OSError, with its number.
@@ -51,6 +53,8 @@ PyObject* guarded(Body&& body) {
     set_system_error(e);
   } catch (const LockTimeout& e) {
     PyErr_SetString(timeout_type, e.what());
+  } catch (const Stopped& e) {
+    PyErr_SetString(stopped_type, e.what());
   } catch (const RowsRefused& e) {
     PyErr_SetString(PyExc_BufferError, e.what());
   } catch (const NotASegment& e) {

@@ -178,6 +178,7 @@ class WriterUse {
   WriterUse(PyObject* self, WriterObject& s) : state_(s) {
     s.session.require_open();
     if (s.attached->closed) {
+      if (s.attached->stopped()) throw Stopped(s.attached->memory().called());
       const Ref raises(checked(PyObject_CallMethod(self, "_refuse_closed_buffer", nullptr)));
       throw std::runtime_error("the replay buffer is closed");
     }

@@ -474,6 +474,43 @@ def test_a_writer_that_waits_for_room_ends_when_its_buffer_is_closed():
     assert "the replay buffer is closed" in errors[0]
 
 
+def within_an_admission(writer):
+    with writer.admit():
+        writer.append(x=0.0)
+
+
+@pytest.mark.parametrize(
+    ("limiter", "call", "seen"),
+    [
+        (None, lambda _, writer: writer.append(x=0.0), "waiting"),
+        (tr.Admission(batch_size=2, max_age=0), lambda _, writer: within_an_admission(writer), "waiting"),
+        (None, lambda queue, _: queue.sample(3), "learners"),
+    ],
+)
+def test_who_waits_or_goes_on_when_a_buffer_is_stopped_and_then_closed_learns_that_it_was_stopped(limiter, call, seen):
+    queue = tr.ReplayBuffer({"x": tr.Field()}, 4, sampler=tr.Fifo(), limiter=limiter, name="blue")
+    told = []
+
+    def go_on():
+        with queue.writer() as writer, queue.expect_writers():
+            for _ in range(2):  # the second one is not waiting when it is closed
+                try:
+                    while True:
+                        call(queue, writer)
+                except RuntimeError as error:
+                    told.append((type(error), str(error)))
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    eventually(lambda: queue._segment.census(False)[seen])
+    queue.stop()
+    queue.close()
+    thread.join(60)
+    assert told == [(tr.Stopped, "the replay buffer 'blue' was stopped")] * 2
+    with pytest.raises(tr.Stopped, match="'blue' was stopped"):
+        queue.extend(x=[0.0])
+
+
 def test_gather_leaves_out_what_cannot_be_drawn_or_raises_with_the_count_and_the_first_key():
     buffer = make()
     write(buffer, 0, 14)  # keys 0 to 3 are overwritten

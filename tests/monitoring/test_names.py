@@ -52,12 +52,13 @@ def test_errors_of_a_named_buffer_say_which_it_is():
     with buffer.expect_writers(), pytest.raises(tr.ReplayTimeout, match="no batch of the replay buffer 'blue' within"):
         buffer.sample(1, timeout=0.01)
     writer = buffer.writer()
-    buffer.stop()
-    with pytest.raises(tr.Stopped, match="the replay buffer 'blue' was stopped"):
-        buffer.sample(1)
     buffer.close()
     with pytest.raises(RuntimeError, match="the replay buffer 'blue' is closed, and this writer with it"):
         writer.append(x=np.zeros(2))
+    stopped = make(name="green")
+    stopped.stop()
+    with pytest.raises(tr.Stopped, match="the replay buffer 'green' was stopped"):
+        stopped.sample(1)
 
 
 def test_too_little_memory_names_the_buffer():

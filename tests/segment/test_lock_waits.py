@@ -64,7 +64,7 @@ def draw_until_interrupted(buffer, waits):
         waits[0] += 1
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _C.init_waits(tr.ReplayTimeout, count, 0.0)
+    _C.init_waits(tr.ReplayTimeout, tr.Stopped, count, 0.0)
     with pytest.raises(KeyboardInterrupt):
         buffer.sample(4)
 

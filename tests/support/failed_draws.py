@@ -28,7 +28,7 @@ def hold_the_lock(buffer):
 
 def fail_in_a_redraw(buffer, error, told):
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _C.init_waits(tr.ReplayTimeout, lambda _text: told.__setitem__(0, 1), 0.0)
+    _C.init_waits(tr.ReplayTimeout, tr.Stopped, lambda _text: told.__setitem__(0, 1), 0.0)
     buffer.sample(BATCH)
     _C.arm_fault("draw.drawn", 1, True)
     with pytest.raises(error):

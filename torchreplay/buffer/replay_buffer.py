@@ -27,7 +27,7 @@ from torchreplay.buffer.writer import Autoreset, Writer, streams_of
 from torchreplay.checkpoint.archive import is_file, opened_archive, save_archive
 from torchreplay.checkpoint.buffer_checkpoint import load_rows, reading_rooms, save
 from torchreplay.checkpoint.description import Description, with_rows
-from torchreplay.errors import AttachError, CheckpointError, ReplayTimeout
+from torchreplay.errors import AttachError, CheckpointError, ReplayTimeout, Stopped
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.casting import cast_values
 from torchreplay.schema.config import Config
@@ -801,6 +801,8 @@ class ReplayBuffer(HeldRows, Queue, Replay):
     def close(self) -> None:
         """Detaches this object; other processes keep the buffer. Using it again is a `RuntimeError`. Idempotent.
 
+        That error is `Stopped` where the buffer was stopped first: so it is in threads that wait or go on meanwhile.
+
         From now on nobody attaches by a handle that names this process. Another process that has the buffer gives
         handles that name itself.
 
@@ -907,4 +909,4 @@ _C.init_arrays(
     np.ndarray,
     _astype,
 )
-_C.init_waits(ReplayTimeout, logger.warning, LOG_EVERY)
+_C.init_waits(ReplayTimeout, Stopped, logger.warning, LOG_EVERY)
