@@ -20,6 +20,7 @@ import torch
 
 from torchreplay import _C
 from torchreplay.checkpoint.description import (
+    HEAD,
     ROW_COLUMNS,
     Description,
     RowsGone,
@@ -29,6 +30,7 @@ from torchreplay.checkpoint.description import (
     without_grid,
 )
 from torchreplay.checkpoint.directory import replace_checkpoint
+from torchreplay.checkpoint.joined_rows import JoinedRows, counts_of, joined
 from torchreplay.checkpoint.lost_items import LostItems
 from torchreplay.checkpoint.safetensors_io import (
     BLOCK,
@@ -292,6 +294,7 @@ def load_rows(
     directory: str | os.PathLike[str],
     wait_for_memory: Callable[[int], None] | None = None,
     rooms: Sequence[torch.Tensor] | None = None,
+    others: Sequence[Path] = (),
 ) -> None:
     """Places the rows of a checkpoint into a segment that holds none: all of them, or after an error or a death none.
 
@@ -302,6 +305,8 @@ def load_rows(
         directory: Where it is.
         wait_for_memory: Returns once there is memory for so many of the first slots; None: there is for all.
         rooms: What `reading_rooms` returned; None: it is asked.
+        others: Where other checkpoints are whose rows come as well, behind those of this one and under other keys: see
+            `joined`. Of no queue, and of a view and a sampler like this one's.
 
     Raises:
         MemoryError: There is too little memory to read with.
@@ -312,31 +317,26 @@ def load_rows(
     """
     saved, root = description.config, Path(directory)
     require_alike(saved, config, root)
-    names = description.columns
-    rooms = reading_rooms(description, root, segment.nbytes) if rooms is None else rooms
-    key_column, leaf_column = (
-        len(names) - len(ROW_COLUMNS) + list(ROW_COLUMNS).index(name) for name in ("/key", "/leaf")
-    )
+    with _damage_named(root):
+        parts = joined(description, root, others, config.capacity) if others else []
+    for each in parts:
+        require_alike(each.description.config, config, each.root)
+    sources: list[tuple[Description, Path, JoinedRows | None]] = [(description, root, None)]
+    sources += [(part.description, part.root, part) for part in parts]
     leaves = _leaves_for(config.sampler, saved.sampler)
-    same_items = saved.view.native() == config.view.native() and saved.capacity <= config.capacity
-    others = leaves is not None or not same_items  # than those of the checkpoint
-    counts = without_grid(description.counts) if others else description.counts
+    same_items = saved.view.native() == config.view.native() and saved.capacity <= config.capacity and not parts
+    counts = counts_of(description.counts, parts)
+    counts = counts if leaves is None and same_items else without_grid(counts)
     lost = LostItems(saved, config)
-    shard = ""  # the file at hand
     try:
         rows = _C.Import(segment)
         try:
-            _expect_lengths(rows, description, root)
-            rows.begin(int(description.counts[0]))
-            for number, columns in enumerate(_read_shards(description.shards, root, names, rooms)):
-                shard = description.shards[number][0]
-                if leaves is not None:
-                    columns[leaf_column] = leaves(columns[leaf_column])
-                if wait_for_memory is not None:
-                    wait_for_memory(_slots_of(columns[key_column], config.capacity))
-                lost.add(columns)
-                rows.place(columns)
-            shard = ""
+            for source in sources:
+                _expect_lengths(rows, *source)
+            rows.begin(int(counts[HEAD]))
+            for source in sources:
+                for path, columns in _each_file(*source, segment.nbytes, rooms, leaves):
+                    _place(rows, columns, path, config, wait_for_memory, lost)
             left_out = rows.left_out()
             if complaint := lost.complaint(left_out):
                 raise _Unfit(complaint)
@@ -352,10 +352,35 @@ def load_rows(
     except BufferError as error:
         raise CheckpointError(str(error)) from None
     except (ValueError, TypeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"the checkpoint in {root / shard} is damaged: {error}") from None
+        raise _damaged(root, error) from None
     tell_left_out(f"the checkpoint in {root}", left_out, config)
+
+
+def _place(
+    rows: _C.Import,
+    columns: list[torch.Tensor],
+    path: Path,
+    config: Config,
+    wait_for_memory: Callable[[int], None] | None,
+    lost: LostItems,
+) -> None:
+    """Places the rows of a file."""
+    try:
+        if wait_for_memory is not None:
+            keys = columns[list(ROW_COLUMNS).index("/key") - len(ROW_COLUMNS)]
+            wait_for_memory(_slots_of(keys, config.capacity))
+        lost.add(columns)
+        rows.place(columns)
+    except (ValueError, TypeError) as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    return (
+        error
+        if isinstance(error, CheckpointError)
+        else CheckpointError(f"the checkpoint in {path} is damaged: {error}")
+    )
 
 
 class _Unfit(Exception):
@@ -380,14 +405,17 @@ def tell_left_out(source: str, keys: torch.Tensor, config: Config) -> None:
         )
 
 
-def _expect_lengths(rows: _C.Import, description: Description, root: Path) -> None:
-    """Has an import expect the rows of a checkpoint with ragged fields.
+def _expect_lengths(rows: _C.Import, description: Description, root: Path, part: JoinedRows | None) -> None:
+    """Has an import expect the rows of a checkpoint with ragged fields: all, or those of a part.
 
     Raises:
         CheckpointError: A file is damaged.
         _Unfit: The values of a row need more bytes.
     """
     for name, beside in _lengths(description, root):
+        if part is not None:
+            stays, keys = part.places(beside[0].numpy())
+            beside = [torch.from_numpy(column[stays]) for column in (keys, *(each.numpy() for each in beside[1:]))]
         try:
             unfit = rows.expect(beside, description.config.ragged_bytes or 0)
         except (ValueError, TypeError) as error:
@@ -405,6 +433,25 @@ def _lengths(description: Description, root: Path) -> Iterator[tuple[str, list[t
         with _damage_named(root / name):
             columns = read_columns(root / name, size, names)
         yield name, columns
+
+
+def _each_file(
+    description: Description,
+    root: Path,
+    part: JoinedRows | None,
+    mapped: int,
+    rooms: Sequence[torch.Tensor] | None,
+    leaves: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> Iterator[tuple[Path, list[torch.Tensor]]]:
+    """Yields each file of a checkpoint and its rows, or those of a part, with other leaves where `leaves` is given."""
+    rooms = reading_rooms(description, root, mapped) if rooms is None or part is not None else rooms
+    leaf_column = list(ROW_COLUMNS).index("/leaf") - len(ROW_COLUMNS)
+    for (name, _, _), columns in zip(
+        description.shards, _read_shards(description.shards, root, description.columns, rooms), strict=True
+    ):
+        if leaves is not None:
+            columns[leaf_column] = leaves(columns[leaf_column])
+        yield root / name, columns if part is None else part.moved(columns)
 
 
 def _slots_of(keys: torch.Tensor, capacity: int) -> int:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from local_cluster import LocalCluster
 
 import torchreplay as tr
+from torchreplay.checkpoint.joined_rows import divided
 from torchreplay.ray import ShardedReplay
 from torchreplay.ray.sharded import save_restore
 from torchreplay.ray.sharded.global_distribution import KEY_BITS
@@ -181,6 +182,57 @@ def test_a_smaller_capacity_keeps_as_many_rows_as_fit_in_all_and_of_each_shard_t
         assert loaded.keys().tolist() == newest
 
 
+@pytest.mark.parametrize(
+    ("nodes", "capacity", "kept"),
+    [
+        ("ab", None, (14, 4, 9)),
+        ("a", None, (14, 4, 9)),
+        ("c", 27, (14, 4, 9)),
+        ("bc", 14, (5, 4, 5)),
+        ("a", 14, (5, 4, 5)),
+    ],
+)
+def test_a_cluster_that_lost_nodes_goes_on_with_the_rows_of_all(cluster, tmp_path, nodes, capacity, kept):
+    cluster.alive["c"] = {"CPU": 2.0}
+    with ShardedReplay(SPEC, 60, seed=1, nodes=["a", "b", "c"], sampler=tr.Prioritized(alpha=1.0)) as replay:
+        for node, rows in zip("abc", (14, 4, 9), strict=True):
+            numbers = 100.0 * ord(node) + torch.arange(rows)
+            copied(cluster, replay, node).extend(x=numbers, priority=numbers)
+        cluster.here = "a"
+        old = replay.gather(replay.keys())
+        before = replay.stats()
+        replay.save(tmp_path)
+    for node in set("abc") - set(nodes):
+        del cluster.alive[node]
+    cluster.here = nodes[0]
+    with ShardedReplay.load(tmp_path, capacity) as loaded:
+        assert loaded.capacity == (capacity or 60)
+        assert len(loaded._shards.table.entries) == len(nodes)
+        items = loaded.gather(loaded.keys())
+        due = [
+            100 * ord(node) + row
+            for node, n, has in zip("abc", kept, (14, 4, 9), strict=True)
+            for row in range(has)[-n:]
+        ]
+        assert sorted(items["x"].tolist()) == due
+        shares = items["x"].double() / sum(due)
+        assert items["probability"].tolist() == pytest.approx(shares.tolist(), rel=1e-5)
+        after = loaded.stats()
+        assert (after.inserted, after.rows_lost, after.shards_missing) == (before.inserted, 0, 0)
+        held = loaded.gather(old["key"])  # the keys of a shard that joined another name nothing
+        stayed = [old["x"].tolist().index(x) for x in held["x"].tolist()]
+        assert torch.equal(old["key"][stayed], held["key"])
+        assert {int(x) // 100 for x in held["x"].tolist()} == {ord(node) for node in nodes}
+        loaded.update_priorities(old["key"], torch.ones(27))
+        loaded.flush()
+        gone = sum(n for node, n in zip("abc", (14, 4, 9), strict=True) if node not in nodes)
+        assert loaded.stats().lost_updates == gone
+        loaded.save(tmp_path / "again")
+        with ShardedReplay.load(tmp_path / "again") as again:
+            assert sorted(again.gather(again.keys())["x"].tolist()) == due
+            again.update_priorities(old["key"], torch.ones(27))  # they are still known to be gone
+
+
 def test_rows_that_were_cleared_need_no_room(cluster, tmp_path):
     with ShardedReplay(SPEC, 40, seed=1, nodes=["a", "b"]) as replay:
         replay.extend(x=torch.arange(20.0))
@@ -196,7 +248,7 @@ def test_rows_that_were_cleared_need_no_room(cluster, tmp_path):
 def test_a_capacity_is_divided_so_that_most_rows_fit_and_else_evenly(given):
     rows, nodes = given
     for capacity in range(nodes, 60):
-        each = save_restore.divided(capacity, rows)
+        each = divided(capacity, rows)
         assert sum(each) == capacity
         assert sum(map(min, each, rows)) == min(capacity, sum(rows))
         assert min(each) > 0

@@ -12,12 +12,13 @@ from typing import Any, Final
 
 from torchreplay.checkpoint.description import ROW_COLUMNS, Description, require_alike
 from torchreplay.checkpoint.directory import is_checkpoint, replace_checkpoint
+from torchreplay.checkpoint.joined_rows import divided
 from torchreplay.errors import CheckpointError
 from torchreplay.ray.runtime.cluster import errors_as_raised
 from torchreplay.ray.sharded.coordinator_client import checked_capacity
 from torchreplay.ray.sharded.manifest import SHARDS, Counts, Manifest, Part
 from torchreplay.ray.sharded.shard_client import ShardClient
-from torchreplay.ray.sharded.shard_table import ShardEntry
+from torchreplay.ray.sharded.shard_table import LostShard, ShardEntry
 from torchreplay.ray.sharded.sharded_sampler import ShardedSampler
 from torchreplay.schema.config import Config
 
@@ -51,21 +52,22 @@ def restore_shards(shards: ShardClient, config: Config, manifest: Manifest, root
     if shards.table.lost or any(figures.stats.rows_written for figures in shards.figures.values()):
         raise CheckpointError(f"the buffer {held} already: restore a new one, before its explorers start")
     entries = shards.table.entries
-    require_room(manifest, len(entries), root)
     _require_parts([manifest.path_of(root, part) for part in manifest.parts])
-    parts = assigned(manifest.parts, {number: entry.node for number, entry in entries.items()})
+    parts = assigned(manifest, root, {number: entry.node for number, entry in entries.items()})
     numbers, born = _numbered(entries, parts, manifest.counts.born)
     if any(figures.stats.writers and numbers.get(number) != number for number, figures in shards.figures.items()):
         raise CheckpointError(
             "explorers of this buffer have writers already, whose keys would be those of other shards' rows: restore a "
             "new one, before its explorers start"
         )
-    paths = {number: str(manifest.path_of(root, part)) for number, part in parts.items()}
+    paths = {number: [str(manifest.path_of(root, part)) for part in mine] for number, mine in parts.items()}
     try:
-        filled = _until_done(shards, entries, lambda number, it: it.restore.remote(numbers[number], paths.get(number)))
+        filled = _until_done(shards, entries, lambda number, it: it.restore.remote(numbers[number], paths[number]))
         for number in entries.keys() - filled.keys():
             raise RuntimeError(f"shard {number} on node {entries[number].node} was lost while it was being restored")
-        shards.restored(manifest, numbers, born)
+        # Keys of a part that has joined another are those of a shard that is gone, without any of its rows.
+        gone = [LostShard(part.number, part.node, 0, 0) for mine in parts.values() for part in mine[1:]]
+        shards.restored(replace(manifest, lost=(*manifest.lost, *gone)), numbers, born)
     except BaseException as error:
         with suppress(Exception):  # the directory may be gone
             shards.coordinator.ask("stop")
@@ -77,73 +79,60 @@ def restore_shards(shards: ShardClient, config: Config, manifest: Manifest, root
         raise
 
 
-def _numbered(entries: Mapping[int, ShardEntry], parts: Mapping[int, Part], born: int) -> tuple[dict[int, int], int]:
+def _numbered(
+    entries: Mapping[int, ShardEntry], parts: Mapping[int, Sequence[Part]], born: int
+) -> tuple[dict[int, int], int]:
     """Returns which number each shard takes, by its present one, and how many numbers were given then.
 
     `parts` says which of the saved shards each becomes; others are new. `born` numbers were given before.
     """
-    numbers = {number: part.number for number, part in parts.items()}
-    for number in sorted(entries.keys() - parts.keys()):  # old keys must not name rows of shards that are new
+    numbers = {number: mine[0].number for number, mine in parts.items() if mine}
+    for number in sorted(entries.keys() - numbers.keys()):  # old keys must not name rows of shards that are new
         numbers[number], born = born, born + 1
     return numbers, born
 
 
-def require_room(manifest: Manifest, nodes: int, root: Path) -> None:
-    """Raises CheckpointError if there are fewer nodes than shards that were saved."""
-    if nodes < len(manifest.parts):
-        raise CheckpointError(
-            f"the checkpoint in {root} has {len(manifest.parts)} shards, and there are {nodes} nodes for them: each "
-            f"needs one of its own. Load it on a cluster of as many nodes or more"
-        )
+def assigned(manifest: Manifest, root: Path, nodes: Mapping[int, str]) -> dict[int, list[Part]]:
+    """Returns which parts each shard gets, by its present number: its own node's, if that is one of the `nodes`.
 
-
-def assigned(parts: Sequence[Part], nodes: Mapping[int, str]) -> dict[int, Part]:
-    """Returns which shard, by its present number, gets which part: its own node's, if that is one of the `nodes`."""
+    The others go to nodes that have none, and where there are too few to those with the fewest rows.
+    """
     at_home = {node: number for number, node in nodes.items()}
-    found = {at_home[part.node]: part for part in parts if part.node in at_home}
-    free = iter(sorted(nodes.keys() - found.keys()))
-    return found | {next(free): part for part in parts if part.node not in at_home}
+    found: dict[int, list[Part]] = {number: [] for number in sorted(nodes)}
+    away = list[Part]()
+    for part in manifest.parts:
+        (found[at_home[part.node]] if part.node in at_home else away).append(part)
+    rows = {part: rows_in(manifest.path_of(root, part)) for part in manifest.parts if len(manifest.parts) > len(nodes)}
+    for part in sorted(away, key=lambda part: -rows.get(part, 0)):
+        min(found.values(), key=lambda mine: (len(mine) > 0, sum(rows.get(each, 0) for each in mine))).append(part)
+    return found
 
 
 def capacities_for(manifest: Manifest, root: Path, nodes: Sequence[str], capacity: int | None) -> list[int]:
-    """Returns how many rows of `capacity` each node gets, for `load`; None: as many on each node as before.
+    """Returns how many rows of `capacity` each node gets, for `load`; None: as many in all as before, or more nodes.
 
     As evenly as they can be divided with room for the rows of every part. Where not all rows fit, the largest parts
     lose some.
 
     Raises:
-        CheckpointError: There are fewer nodes than parts, or a part is missing or damaged.
+        CheckpointError: A part is missing or damaged.
         ValueError: That is too few for so many nodes, or too many.
     """
-    require_room(manifest, len(nodes), root)
     if capacity is None:
         before = sum(part.capacity for part in manifest.parts) or manifest.config.capacity
         each = -(-before // max(1, len(manifest.parts)))
-        capacity = before + each * (len(nodes) - max(1, len(manifest.parts)))
+        capacity = before + each * max(0, len(nodes) - max(1, len(manifest.parts)))
     capacity = checked_capacity(capacity, len(nodes))
     _require_parts([manifest.path_of(root, part) for part in manifest.parts])
-    parts = assigned(manifest.parts, dict(enumerate(nodes)))
-    held = [_rows_in(manifest.path_of(root, parts[k])) if k in parts else 0 for k in range(len(nodes))]
-    return divided(capacity, [max(1, rows) for rows in held])
+    parts = assigned(manifest, root, dict(enumerate(nodes)))
+    rows = [[max(1, rows_in(manifest.path_of(root, part))) for part in parts[k]] or [1] for k in range(len(nodes))]
+    if sum(map(sum, rows)) <= capacity:
+        return divided(capacity, [sum(mine) for mine in rows])
+    shares = iter(divided(capacity, [n for mine in rows for n in mine]))
+    return [sum(next(shares) for _ in mine) for mine in rows]
 
 
-def divided(capacity: int, rows: Sequence[int]) -> list[int]:
-    """Returns `capacity` divided over as many nodes, so that as many of their `rows` fit as can, as even as that is.
-
-    Above a level all nodes have what their rows need; or if that is too much, below it. The others are at the level.
-    """
-    fits = sum(rows) <= capacity
-    each, left = [0] * len(rows), capacity
-    # The first ones have more than the level if all fit, else less.
-    for rank, place in enumerate(sorted(range(len(rows)), key=lambda k: -rows[k] if fits else rows[k])):
-        whole, rest = divmod(left, len(rows) - rank)
-        level = whole + (rest > 0)
-        each[place] = max(rows[place], level) if fits else min(rows[place], level)
-        left -= each[place]
-    return each
-
-
-def _rows_in(part: Path) -> int:
+def rows_in(part: Path) -> int:
     """Returns how many rows the checkpoint of a shard holds, or a few more."""
     told = Description.read(part)
     row = sum(field.nbytes for field in told.config.fields.values()) + sum(

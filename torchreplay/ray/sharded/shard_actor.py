@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -141,8 +141,8 @@ class Shard:
         """
         return self._has_ended(directory, lambda: self._save(Path(directory)))
 
-    def restore(self, number: int, directory: str | None) -> bool:
-        """Takes another number, and the rows of a checkpoint, if one is given: begins with the first call.
+    def restore(self, number: int, directories: Sequence[str]) -> bool:
+        """Takes another number, and the rows of checkpoints, whose first keeps its keys: begins with the first call.
 
         Returns:
             Whether it has ended.
@@ -150,7 +150,7 @@ class Shard:
         Raises:
             CheckpointError: It is damaged, or this node does not see it.
         """
-        return self._has_ended(f"{number}", lambda: self._restore(number, directory))
+        return self._has_ended(f"{number}", lambda: self._restore(number, directories))
 
     def admit(self, limit: int | None) -> None:
         """Lets writers go on until so many items are in; None: for as long as they like."""
@@ -224,14 +224,16 @@ class Shard:
             )
         save(local_sampler(self._buffer).segment, self._config, directory)
 
-    def _restore(self, number: int, directory: str | None) -> None:
-        if directory is not None:
+    def _restore(self, number: int, directories: Sequence[str]) -> None:
+        for directory in directories:
             if not is_checkpoint(directory):
                 raise CheckpointError(
                     f"node {ray_node()} does not see {directory}: load a ShardedReplay from a directory that all its "
                     f"nodes share"
                 )
-            load_rows(local_sampler(self._buffer).segment, self._config, Description.read(directory), directory)
+        if directories:
+            segment, (home, *others) = local_sampler(self._buffer).segment, map(Path, directories)
+            load_rows(segment, self._config, Description.read(home), home, others=others)
             self._set_limit(self._limit)  # what was loaded has counted from elsewhere
         self._candidates = ShardSampler(self._buffer, number)
 

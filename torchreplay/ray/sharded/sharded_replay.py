@@ -549,10 +549,15 @@ class ShardedReplay(Replay):
         and the draws follow those of the saving process. A shard goes to the node that it was saved on if that is one
         of the nodes, else to any of them. Further nodes get empty shards.
 
+        A cluster that lost a node can resume: where there are fewer nodes than shards, some shards join that of another
+        node. Their rows come behind its own, as if they had been written last, and have new keys. What is fed back
+        under their old keys is dropped and counted (`stats().lost_updates`).
+
         Args:
             directory: What `save` wrote; all nodes must see it.
             capacity: Rows in all, divided among the nodes as evenly as the saved rows allow. If not all fit, those of
-                the fullest shards are left out, oldest first. None: as many on each node as before.
+                the fullest shards are left out, oldest first. None: as many in all as before, and on further nodes as
+                many on each.
             view: Another view, as for `ReplayBuffer.load`; or the buffer's own with functions that a checkpoint does
                 not hold, those of `Hindsight`. None: the buffer's own.
             nodes: Ray's ids of the nodes that get a shard. None: all that are alive.
@@ -560,8 +565,7 @@ class ShardedReplay(Replay):
                 hold. None: the buffer's own.
 
         Raises:
-            CheckpointError: There is no checkpoint, it is damaged, a node does not see it, or there are fewer nodes
-                than shards.
+            CheckpointError: There is no checkpoint, it is damaged, or a node does not see it.
             RuntimeError: This process is not connected to a Ray cluster. Or a shard cannot be made, or is lost:
                 its node is gone, or it died.
             MemoryError: A node has too little memory left for its shard.
@@ -572,8 +576,11 @@ class ShardedReplay(Replay):
         def loaded(manifest: Manifest) -> ShardedReplay:
             config, chosen = manifest.config.loaded_with(view, sampler, None), checked_nodes(nodes)
             capacities = capacities_for(manifest, root, chosen, capacity)
+            joined = max(1, -(-len(manifest.parts) // len(chosen)))  # shards in one, at most
+            ragged_bytes = None if config.ragged_bytes is None else joined * config.ragged_bytes
+            config = replace(config, capacity=min(capacities), ragged_bytes=ragged_bytes)
             replay = cls.__new__(cls)
-            replay._found(replace(config, capacity=min(capacities)), capacities, chosen, nodes is None, manifest.seed)
+            replay._found(config, capacities, chosen, nodes is None, manifest.seed)
             try:
                 replay._restore(manifest, root)
             except BaseException:
@@ -592,12 +599,12 @@ class ShardedReplay(Replay):
 
         Args:
             directory: What `save` wrote, of a buffer with the same spec. Capacity, view and sampler may be others, as
-                for `ReplayBuffer.load`. So may the nodes, or there are more. Of a shard with more rows than fit on its
-                node the newest are taken.
+                for `ReplayBuffer.load`. So may the nodes, or there are more or fewer, as for `load`. Of a node's rows
+                those that fit are taken, the newest of each of its shards.
 
         Raises:
             CheckpointError: There is no checkpoint, it is damaged or of another kind, or a node does not see it. Or
-                there are fewer nodes than shards, or the buffer holds rows already, or writers whose keys would change.
+                the buffer holds rows already, or writers whose keys would change.
             RuntimeError: A shard was lost meanwhile; the buffer is stopped.
         """
         self._require_open()
