@@ -317,13 +317,14 @@ class LearnerLimiter:
                 self._sampled -= ahead.n * counts
             ahead.rule = -1
 
-    def count_batch(self, n: int) -> None:
-        """Counts a batch of `n` items as ordered and handed out."""
+    def count_batch(self, n: int) -> bool:
+        """Counts a batch of `n` items as ordered and handed out; returns whether it is time to ask for more."""
         with self._lock:
             self._sampled += n
             self._counted += n
             self.items += n
             self.batches += 1
+            return self._sampled > self._enough
 
     def shorten(self, ahead: Round, n: int) -> None:
         """Counts all but `n` items of a round as given up."""

@@ -141,7 +141,8 @@ class ShardClient:
             return
         with self._lock:
             now = time.monotonic()
-            if last or (len(self._reports) <= (n > 0) and (n or self._due(now))):  # one on its way may not say `n`
+            due = n or now - self._reported_at >= REPORT_SECONDS or self._limiter.short
+            if last or (due and len(self._reports) <= (n > 0)):  # one on its way may not say `n`
                 report = self._limiter.report(n)
                 self._reported_at = self._reported_at if n else now
                 looks = now - self._looked_at >= REFRESH
@@ -151,9 +152,6 @@ class ShardClient:
         if calls:
             self._ray.wait(calls, num_returns=len(calls), timeout=ANSWER_SECONDS)
             self.refresh()
-
-    def _due(self, now: float) -> bool:
-        return now - self._reported_at >= REPORT_SECONDS or self.limiter.short
 
     @property
     def silence(self) -> str:
@@ -248,7 +246,7 @@ class ShardClient:
         here, table = self.local.shard, self.table
         if here is None or len(table.entries) != 1 or here.number not in table.entries or self.closed:
             return None
-        if self._due(time.monotonic()):
+        if time.monotonic() - self._reported_at >= REPORT_SECONDS or self.limiter.short:
             self.refresh()
             if not self._reports:
                 self.coordinator.require_own_process()

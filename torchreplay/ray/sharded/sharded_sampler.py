@@ -152,9 +152,7 @@ class ShardedSampler(BatchSource):
         with self._lock:
             self._made += 1
             self._next += 1
-        limiter = self.shards.limiter
-        limiter.count_batch(len(batch["key"]))
-        if limiter.short:  # there may be no next one for long
+        if self.shards.limiter.count_batch(batch["key"].shape[0]):  # there may be no next one for long
             self.shards.alone()
         batch.source = self.nonce
 
