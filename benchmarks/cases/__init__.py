@@ -26,6 +26,7 @@ from benchmarks.cases.sac import measure_sac
 from benchmarks.cases.shards import measure_shards
 from benchmarks.cases.staleness_sim import measure_staleness_sim
 from benchmarks.cases.trajectories import measure_trajectories
+from benchmarks.cases.transports import measure_transports
 from benchmarks.cases.tree import measure_tree
 from benchmarks.cases.upkeep import measure_upkeep
 from benchmarks.line import Line
@@ -56,6 +57,7 @@ CASES: Mapping[str, Case] = {
     "ray": measure_ray,
     "remote": measure_remote,
     "shards": measure_shards,
+    "transports": measure_transports,
     "compat": measure_compat,
     "monitor": measure_monitor,
 }

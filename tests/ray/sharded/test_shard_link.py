@@ -66,6 +66,18 @@ def test_a_draw_brings_the_items_and_what_they_were_drawn_from():
         assert {type(getattr(report.stats, name)) for name in ("size", "priority_max", "stopped")} == {int, float, bool}
 
 
+def test_it_counts_what_it_carries():
+    with Served() as served:
+        served.link.update(np.arange(50), np.ones(50)).result(SECONDS)
+        _, block = served.link.draw(32, 1.0, served.layout).result(SECONDS)
+        assert served.link.carried == 2 * REQUEST.size + 50 * (8 + 8) + block.nbytes
+        links = ShardLinks()
+        links._links[5] = served.link
+        before = links.carried
+        links.keep(())  # the shard is gone
+        assert links.carried == before == served.link.carried
+
+
 def test_values_of_any_length_come_with_their_lengths():
     with Served(RAGGED) as served:
         report, block = served.link.draw(32, 1.0, served.layout).result(SECONDS)

@@ -40,6 +40,9 @@ def saved(cluster, tmp_path_factory):
         replay.limiter = LIMITER  # 50 of them count
         for batch in tr.ReplayDataset(replay, 32, steps=9, timeout=120):
             replay.update_priorities(batch, batch["count"] % 7 + 1.0)
+        stats = replay.stats()
+        assert 1 <= stats.round_trips <= 3
+        assert stats.wire_bytes > batch["image"][0].nbytes  # some items of each batch are the other node's
         replay.save(directory)
         items, found = replay.gather(keys), replay.stats()
         assert len(items["key"]) == 200 + 45  # the ring of the first node has turned

@@ -160,6 +160,21 @@ def test_a_restore_says_whether_rows_or_a_shard_that_is_lost_keep_it_from_fillin
             replay.restore(tmp_path)
 
 
+def test_statistics_say_how_often_other_nodes_were_asked_for_a_batch_of_this_object(cluster, tmp_path):
+    with ShardedReplay(SPEC, 20, seed=1, nodes=["a", "b"]) as replay:
+        for node in "ab":
+            copied(cluster, replay, node).extend(x=torch.arange(4.0))
+        cluster.here = "a"
+        for _ in range(5):
+            replay.sample(8)
+        replay.save(tmp_path)
+    with ShardedReplay.load(tmp_path, nodes=["a", "b"]) as loaded:
+        for _ in range(10):
+            loaded.sample(8)
+        stats = loaded.stats()
+        assert (loaded.draws, stats.round_trips, stats.wire_bytes) == (15, 1.0, 0.0)  # here all calls are Ray's
+
+
 # Which rows have room.
 
 

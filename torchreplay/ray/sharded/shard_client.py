@@ -76,6 +76,7 @@ class ShardClient:
         # The shard on this node, which is drawn from and fed back to through shared memory once it is attached
         self.local = LocalAttachment(self._lock, self.entry_here, self._answers)
         self.links = ShardLinks()  # to the shards of other nodes
+        self.rounds = 0  # in which shards of other nodes were asked for candidates, all at once
         self.node = ray_node()  # Ray's id of the node that this process is on
         # What each shard said last, by number; an older answer changes nothing. Never changed: there is another mapping
         # when one says more.
@@ -280,6 +281,7 @@ class ShardClient:
                 if link is None or layout is None
                 else link.draw(count, largest, layout)
             )
+        self.rounds += layout is not None and bool(calls)
         if layout is not None and local is not None and local.number in candidates:  # while the others are asked
             calls[local.number] = local.draw(candidates[local.number], largest, layout, room)
         return calls

@@ -25,6 +25,7 @@ from torchreplay.ray.sharded.shard_server import Address
 from torchreplay.ray.sharded.shard_table import ShardEntry
 from torchreplay.ray.sharded.wire import (
     HELLO,
+    REQUEST,
     Request,
     keep_alive,
     receive,
@@ -32,6 +33,7 @@ from torchreplay.ray.sharded.wire import (
     receive_reply,
     send,
     send_request,
+    size_of,
 )
 
 CONNECT_SECONDS: Final = 2.0
@@ -45,7 +47,6 @@ GIVE_UP_SECONDS: Final = 30.0
 
 AGAIN_SECONDS: Final = 10.0
 """Seconds after which a connection that could not be made is tried again, where there was one."""
-
 
 BROKEN_SECONDS: Final = 1.0
 """Seconds after which a connection that broke is made anew."""
@@ -88,6 +89,7 @@ class ShardLink:
         self._broken: Exception | None = None
         self._probe: Any = None  # a call of Ray's
         self._sender = 0  # the thread that sends a request now
+        self.carried = 0  # bytes of requests and of items
         threading.Thread(target=self._listen, name="torchreplay-link", daemon=True).start()
 
     @property
@@ -124,6 +126,7 @@ class ShardLink:
             try:
                 self._sender = threading.get_ident()
                 send_request(self._connection, request, *arrays)
+                self.carried += REQUEST.size + sum(array.nbytes for array in arrays)
             except OSError as error:  # the thread that listens hears it, too
                 self._fail(LinkBroken(str(error)))
             except BaseException:  # half a request cannot be taken back
@@ -140,6 +143,7 @@ class ShardLink:
                     reply = receive_reply(self._connection, self._watch)
                     answer = receive_answer(self._connection, reply, self._waiting[reply.number][1], self._watch)
                     future, _ = self._waiting.pop(reply.number)
+                    self.carried += size_of(answer)
                     if isinstance(answer, Exception):
                         future.set_exception(answer)
                     else:
@@ -179,6 +183,7 @@ class ShardLinks:
     def __init__(self) -> None:
         self._ray = import_ray()
         self._links: dict[int, ShardLink] = {}  # by what names the shard's memory
+        self._carried = 0  # bytes of those that have ended
         self._not_before: dict[int, float] = {}  # monotonic time of the next try
         self._reached: set[int] = set()  # those that there was a connection to
         self._lock = threading.RLock()
@@ -196,7 +201,7 @@ class ShardLinks:
             return None if link.halfway else link
         now = time.monotonic()
         if link is not None:  # whether the shard is gone a call through Ray finds out first
-            self._links.pop(shard, None)
+            self._forget(shard)
             self._not_before[shard] = now + BROKEN_SECONDS
         if now < self._not_before.get(shard, 0.0):
             return None
@@ -231,8 +236,18 @@ class ShardLinks:
         """Ends the connections to all but these shards."""
         there = {entry.handle.nonce for entry in entries}
         for shard in list(self._links):  # another thread may connect, or find one broken
-            if shard not in there and (link := self._links.pop(shard, None)) is not None:
+            if shard not in there and (link := self._forget(shard)) is not None:
                 link.close()
+
+    @property
+    def carried(self) -> int:
+        """Bytes of requests and of items that this process has exchanged with shards over its own connections."""
+        return self._carried + sum(link.carried for link in list(self._links.values()))
+
+    def _forget(self, shard: int) -> ShardLink | None:
+        link = self._links.pop(shard, None)
+        self._carried += 0 if link is None else link.carried
+        return link
 
 
 def _close_all(links: dict[int, ShardLink]) -> None:

@@ -477,7 +477,8 @@ class ShardedReplay(Replay):
         self._feedback.apply_arrived()
         self._feedback.hear(0)
         shards.exchange()
-        return summed(shards.figures, shards.look(), self._capacity, self._count, shards.limiter)
+        asked = self._sampler.made_here, shards.rounds, shards.links.carried
+        return summed(shards.figures, shards.look(), self._capacity, self._count, shards.limiter, asked)
 
     def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
         """Returns histograms of raw priorities and of rows' ages, as `ReplayBuffer.histograms` does. O(capacity).

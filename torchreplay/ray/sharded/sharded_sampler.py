@@ -58,6 +58,7 @@ class ShardedSampler(BatchSource):
         # Nothing is called under it. So a signal handler, or the collection of a stream, in the same thread comes
         # before or after.
         self._lock = threading.RLock()
+        self._made_before = 0  # by whom this one goes on from
         self._made = self._next = self._under_way = 0  # batches, the next round's number, and rounds that are neither
         self._slack = 1.0
         self._stream: int | None = None
@@ -78,7 +79,13 @@ class ShardedSampler(BatchSource):
 
     @made.setter
     def made(self, step: int) -> None:
+        self._made_before += step - self._made
         self._made, self._next = step, step + self._under_way
+
+    @property
+    def made_here(self) -> int:
+        """Batches drawn by this object."""
+        return self._made - self._made_before
 
     def resume(self, seed: int, stream: int, step: int) -> None:
         """Goes on in another process's stream of random numbers."""

@@ -62,12 +62,18 @@ class ShardedStats(Stats):
         shards_missing: Shards that are lost and have not come back.
         rows_lost: Rows that went with lost shards.
         lost_updates: TD errors dropped because their shard is gone.
+        round_trips: How often this object has asked shards of other nodes, all at once, for each batch that it drew. 0:
+            there is none on another node. Well above 1: shards grow so unevenly that some are asked again.
+        wire_bytes: Bytes that it has exchanged with them over its TCP connections, for each batch. 0 with round trips:
+            they are called through Ray, which is slower, and the log says why.
     """
 
     shards: tuple[ShardStats, ...]
     shards_missing: int
     rows_lost: int
     lost_updates: int
+    round_trips: float
+    wire_bytes: float
 
     def as_dict(self) -> dict[str, int | float | bool]:
         """Returns the fields by name, without `shards`."""
@@ -80,8 +86,13 @@ def summed(
     capacity: int,
     count: int,
     limiter: LearnerLimiter,
+    asked: tuple[int, int, int],
 ) -> ShardedStats:
-    """Returns the statistics of the union, of `count` shards, which hold `capacity` rows together."""
+    """Returns the statistics of the union, of `count` shards, which hold `capacity` rows together.
+
+    `asked` says of this process its batches, in how many rounds other nodes were asked, and what crossed for them.
+    """
+    batches, rounds, crossed = asked
     waited, share = limiter.others.waited, limiter.others.wait_share  # all learners', for rows of any shard
     there = {n: told.stats for n, told in figures.items() if n in table.entries}
     told = {n: replace(stats, sample_wait=waited, sample_wait_share=share) for n, stats in there.items()}
@@ -115,6 +126,8 @@ def summed(
         shards_missing=count - len(told),
         rows_lost=sum(lost.rows for lost in table.lost),
         lost_updates=table.lost_updates,
+        round_trips=rounds / max(1, batches),
+        wire_bytes=crossed / max(1, batches),
     )
 
 

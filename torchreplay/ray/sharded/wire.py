@@ -158,3 +158,11 @@ def receive_answer(
         values = tuple(receive(connection, np.empty(shape, np.uint8), idle) for shape in shapes[count:])
         block = RaggedItems(block, lengths, tuple(of), values)
     return report, block
+
+
+def size_of(answer: Answer | Exception | None) -> int:
+    """Returns how many bytes of items came with an answer."""
+    block = answer[1] if isinstance(answer, tuple) else None
+    if isinstance(block, RaggedItems):
+        return block.block.nbytes + sum(part.nbytes for part in block.lengths) + sum(v.nbytes for v in block.values)
+    return 0 if block is None else block.nbytes
