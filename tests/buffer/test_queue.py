@@ -1,5 +1,6 @@
 """The queue: every item once, in order, held until its loop is done with it."""
 
+import itertools
 import threading
 import time
 
@@ -12,6 +13,7 @@ from two_learners import drawn_by_two_learners
 from worker_errors import raised_by_worker
 
 import torchreplay as tr
+from torchreplay.buffer import jams
 
 SPEC = {"x": tr.Field((), "int64")}
 FLAG = tr.Field((), torch.bool)
@@ -430,13 +432,17 @@ def test_a_jam_names_the_same_capacity_whoever_finds_it(first, asked, capacity, 
         assert f"a capacity of at least {capacity}" in str(error)
 
 
-def test_a_learner_that_holds_what_the_writers_need_is_told(monkeypatch):
-    monkeypatch.setattr("torchreplay.buffer.jams.RETURN_GRACE", 0.5)
+@pytest.mark.parametrize("taken", [False, True], ids=["lock is free", "lock is taken at each third look"])
+def test_a_learner_that_holds_what_the_writers_need_is_told(monkeypatch, taken):
+    monkeypatch.setattr(jams, "RETURN_GRACE", 0.5)
+    look, looks = jams.queue_state, itertools.count()
+    if taken:
+        monkeypatch.setattr(jams, "queue_state", lambda *given: look(*given) if next(looks) % 3 else None)
     with queue(20, commit="manual") as buffer:
         thread = writing(buffer, range(40))
         buffer.sample(15)
         with pytest.raises(tr.WouldBlockForever, match=r"10 items are asked for, 5 can be drawn.*holds 15.*least 25"):
-            buffer.sample(10)
+            buffer.sample(10, timeout=30 if taken else None)
         buffer.commit()
         buffer.sample(20)
         buffer.commit()

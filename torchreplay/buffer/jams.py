@@ -241,9 +241,11 @@ class LearnerJam(Jam):
             WouldBlockForever: Nobody but the waiting learner could make room.
         """
         state = queue_state(self._segment)
-        if state is not None and state["admits"]:
+        if state is None:  # says nothing, and what was seen before still holds
+            return
+        if state["admits"]:
             self._check_admission(state, at_least, loop)
-        if state is None or state["need"] == Need.NONE:
+        if state["need"] == Need.NONE:
             self._seen = None
             return
         mine, others = self._held(state, loop)
