@@ -3,11 +3,13 @@
 What may be begun is the formula of AReaL (https://arxiv.org/abs/2505.24298, section 5.1), restated in `Model`.
 """
 
+import asyncio
 import contextlib
 import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 from forked import Forked, eventually, shared_counters
 
 import torchreplay as tr
+from torchreplay.buffer.admitted_items import AdmittedItems
 from torchreplay.explorers import ExplorerContext
 
 SPEC = {"x": tr.Field((), torch.int64), "policy_version": tr.Field((), torch.int64)}
@@ -139,6 +142,46 @@ def test_blocks_of_one_writer_may_overlap_as_those_of_tasks_do():
         second.__exit__(None, None, None)
         stats = queue.stats()
         assert (stats.open_admissions, stats.admitted_items) == (0, 3)
+
+
+def test_a_block_that_was_not_entered_takes_nothing_of_another():
+    with queue_of(4, 0) as queue, queue.writer() as writer, writer.admit(2):
+        with pytest.raises(RuntimeError, match="has not been entered"):
+            writer.admit().__exit__(None, None, None)
+        assert queue.stats().open_admissions == 2
+        block = writer.admit()
+        with block, pytest.raises(RuntimeError, match="has been entered"):
+            block.__enter__()
+        assert queue.stats().open_admissions == 2
+
+
+def test_a_block_that_a_signal_ends_before_its_exit_has_begun_is_given_back():
+    with queue_of(4, 0) as queue, queue.writer() as writer:
+
+        def interrupt(frame, event, argument):
+            if event == "call" and frame.f_code is AdmittedItems.__exit__.__code__:
+                raise KeyboardInterrupt
+
+        with contextlib.suppress(KeyboardInterrupt):
+            sys.setprofile(interrupt)
+            try:
+                with writer.admit(3):
+                    pass
+            finally:
+                sys.setprofile(None)
+        assert queue.stats().open_admissions == 0
+        assert room(queue) == 4
+
+
+def test_async_with_is_refused_with_what_to_write():
+    async def generate(writer):
+        async with writer.admit():
+            pass
+
+    with queue_of(4, 0) as queue, queue.writer() as writer:
+        with pytest.raises(TypeError, match=r"with writer\.admit\(timeout=0\):"):
+            asyncio.run(generate(writer))
+        assert queue.stats().open_admissions == 0
 
 
 def test_a_writer_that_is_closed_in_its_block_gives_its_items_back():
@@ -283,7 +326,10 @@ def test_a_learner_and_writers_that_wait_for_each_other_are_told():
 
         thread = threading.Thread(target=generate, args=[1])
         thread.start()
-        with pytest.raises(tr.WouldBlockForever, match=r"16 items are asked for, 8 can be drawn.*at most batch_size"):
+        with pytest.raises(
+            tr.WouldBlockForever,
+            match=r"16 items are asked for, 8 can be drawn.*writers, of this process,.*at most batch_size",
+        ):
             queue.sample(16)
         assert len(queue.sample(8)["x"]) == 8
         queue.policy_version = 1
@@ -437,13 +483,14 @@ def test_a_bad_max_age_is_refused(bad):
         ({"sampler": tr.Uniform()}, "an admission is for queues"),
         ({"sampler": tr.Prioritized()}, "an admission is for queues"),
         ({"sampler": tr.Fifo(max_draws=2)}, "expected max_draws=1"),
+        ({"sampler": tr.Fifo(max_age=0), "limiter": tr.Admission(4, 2)}, "begun to be dropped"),
         ({"capacity": 3}, "capacity is 3: the queue is full before a batch is there"),
     ],
 )
 def test_what_an_admission_does_not_fit_is_refused_with_a_reason(arguments, reason):
-    given = {"capacity": 8, "sampler": tr.Fifo(), **arguments}
+    given = {"capacity": 8, "sampler": tr.Fifo(), "limiter": tr.Admission(4, 0), **arguments}
     with pytest.raises(ValueError, match=reason):
-        tr.ReplayBuffer(SPEC, limiter=tr.Admission(4, 0), **given)
+        tr.ReplayBuffer(SPEC, **given)
 
 
 def test_a_view_of_several_rows_is_refused():

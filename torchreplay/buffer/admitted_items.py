@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -19,16 +19,20 @@ class AdmittedItems:
         timeout: Seconds to wait at most until they are admitted; None: what the writer says.
     """
 
-    __slots__ = ("_n", "_timeout", "_writer")
+    __slots__ = ("_n", "_open", "_timeout", "_writer")
 
     def __init__(self, writer: _C.Writer, n: int, timeout: float | None) -> None:
-        self._writer, self._n, self._timeout = writer, n, timeout
+        self._writer, self._n, self._timeout, self._open = writer, n, timeout, False
 
     def __enter__(self) -> None:
+        if self._open:
+            raise RuntimeError("this block has been entered: call admit() again for more items")
         begun = self._writer._begun_items
         try:
             self._writer._admit(self._n, self._timeout)
+            self._open = True
         except BaseException:
+            self._open = False
             if self._writer._begun_items > begun:  # a signal came when they were admitted
                 self._writer._end_admission(self._n)
             raise
@@ -36,4 +40,21 @@ class AdmittedItems:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._open:
+            raise RuntimeError("this block has not been entered: write `with writer.admit():`")
+        self._open = False
         self._writer._end_admission(self._n)
+
+    def __del__(self) -> None:
+        if self._open:  # a signal came before __exit__ had begun
+            self._open = False
+            self._writer._end_admission(self._n)
+
+    def __aenter__(self) -> NoReturn:
+        raise TypeError(
+            "admit() waits in its thread, so it is not for `async with`: write `with writer.admit(timeout=0):`, and "
+            "after ReplayTimeout `await asyncio.sleep(...)` and try again"
+        )
+
+    async def __aexit__(self, *_: object) -> None:
+        """Is never called: `async with` looks for it first."""

@@ -48,6 +48,13 @@ def held_by(holders: Sequence[tuple[int, int, bool]]) -> str:
     return ", ".join(parts)
 
 
+def writers_of(state: QueueState, most: int = 8) -> str:
+    """Returns whose writers there are: `most` processes by name, and how many more."""
+    pids = sorted(set(state["writers"]))
+    names = ["of this process" if pid == os.getpid() else f"of {named(pid)}" for pid in pids[:most]]
+    return ", ".join(names + ([f"and of {len(pids) - most:,} more processes"] if len(pids) > most else []))
+
+
 def kept_by(need: int, pid: int) -> str:
     """Returns what keeps the oldest row, where it is no item: an episode or a row that somebody writes; else ""."""
     who = named(pid) if pid else "an unknown process"
@@ -302,8 +309,9 @@ class LearnerJam(Jam):
             return
         raise WouldBlockForever(
             f"sample() of {self._config.called} would wait for ever: {at_least:,} items are asked for, "
-            f"{state['to_draw']:,} can be drawn, and {why_not_admitted(self._segment, 1)}. Writers wait until another "
-            f"version is published, and nobody publishes one but who waits here: {self._advice_of_admission(mine)}"
+            f"{state['to_draw']:,} can be drawn, and {why_not_admitted(self._segment, 1)}. Its writers, "
+            f"{writers_of(state)}, wait until another version is published, and nobody publishes one but who waits "
+            f"here: {self._advice_of_admission(mine)}"
         )
 
     def _patience(self, state: QueueState, may_fit: bool) -> float:

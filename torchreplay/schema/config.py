@@ -237,6 +237,11 @@ class Config:
                 f"limiter is {limiter} and sampler is {self.sampler}: an item that is drawn again is older then than "
                 f"the admission reckons with; expected max_draws=1"
             )
+        if self.sampler.max_age is not None and self.sampler.max_age < limiter.max_age:
+            raise ValueError(
+                f"limiter is {limiter} and sampler is {self.sampler}: items would be begun to be dropped; expected "
+                f"max_age of the sampler to be None, or at least that of the admission"
+            )
         if not isinstance(self.view, Rows):
             raise ValueError(
                 f"limiter is {limiter} and view is {self.view}: an admission counts rows, each of which is an item; "

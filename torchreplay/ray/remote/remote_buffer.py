@@ -48,8 +48,8 @@ class RemoteWriter(Writer):
         if isinstance(config.limiter, Admission):
             raise ValueError(
                 f"{config.called} has {config.limiter}, and this process is on another node of the cluster: writers "
-                f"are admitted on the buffer's node only, where the kernel tells who has died; write there, and have "
-                f"rollouts of other nodes sent to a process there"
+                f"are admitted on the buffer's node only, where the kernel tells who has died; start an actor on that "
+                f"node that has the buffer, call it with each rollout, and write there in `with writer.admit():`"
             )
         roles_of(config, num_envs, autoreset)  # raises before anybody hears of a writer that there will not be
         self._sender = sender
