@@ -44,11 +44,10 @@ def test_a_shard_whose_actor_is_killed_costs_its_rows_and_comes_back_empty(clust
         next(stream)
         with caplog.at_level(logging.ERROR, "torchreplay.ray"):
             os.kill(pid_of_shard_on(cluster, other), signal.SIGKILL)
-            while 1 in shards_of(following := next(stream)):
-                pass
+            while 1 in shards_of(following := next(stream)) or "is lost" not in caplog.text:
+                pass  # its connection may break before Ray knows that it is gone
         assert_intact({k: following[k][following["node"] == 0] for k in SPEC})
         assert "shard 1 on node" in caplog.text
-        assert "is lost" in caplog.text
         # Feedback for what is gone is dropped and counted, the rest arrives.
         before = replay.stats()
         replay.update_priorities(batch, torch.full((128,), 3.0))
