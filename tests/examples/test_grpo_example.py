@@ -14,6 +14,7 @@ import pytest
 import torch
 from child_processes import explorers_of
 from example_programs import EXAMPLES, assert_tensorboard_says, evaluations, imported, succeed
+from forked import Forked
 
 import torchreplay as tr
 from torchreplay.explorers import ExplorerContext
@@ -147,6 +148,54 @@ def test_admission_lets_generators_begin_as_much_as_will_be_in_time(grpo):
             assert queue.stats().rows_written <= (args.max_age + version) * 16
             queue.commit()
             queue.policy_version = weights.publish(policy)
+
+
+@pytest.mark.slow
+def test_a_killed_learner_goes_on_from_its_model_with_the_same_rollouts_and_the_same_losses(grpo, tmp_path):
+    args = grpo.Args(layers=1, batch_size=16, max_age=5, directory=tmp_path)
+    dice, generator = random.Random(4), grpo.Policy(1)
+    with grpo.queue_of(args) as queue, queue.writer() as writer:
+        for prompt in range(12):  # six batches of two groups
+            with writer.admit(8), torch.no_grad():
+                for row in grpo.answered(generator, [grpo.random_task(dice)] * 8):
+                    writer.append(
+                        prompt=prompt, **{**row, "reward": dice.random()}
+                    )  # each group has something to learn
+
+    def learn(first, died):
+        """Learns until step 6; saves the model after step 3, as the example does."""
+        torch.set_num_threads(1)
+        policy, losses = grpo.Policy(1), []
+        policy.load_state_dict(generator.state_dict())
+        with grpo.queue_of(args) as queue:
+            batches = tr.GroupDataset(queue, by="prompt", size=8, groups=2)
+            optimizer = torch.optim.Adam(policy.parameters(), lr=1e-3)
+            if first > 1:
+                saved = torch.load(tmp_path / "model.pt")
+                policy.load_state_dict(saved["policy"])
+                optimizer.load_state_dict(saved["optimizer"])
+                batches.load_state_dict(saved["batches"])
+            for step, batch in zip(range(first, 7), batches, strict=False):
+                loss = grpo.loss_of(policy, batch, args)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append((step, loss.item(), batch["prompt"].tolist()))
+                if step == 3 and first == 1:
+                    saved = {"policy": policy.state_dict(), "optimizer": optimizer.state_dict()}
+                    torch.save(saved | {"batches": batches.state_dict()}, tmp_path / "model.pt")
+                    queue.commit()
+            torch.save(losses, tmp_path / f"losses from {first}.pt")
+            if died:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    for first in (1, 4):
+        with Forked(lambda first=first: learn(first, first == 1)) as learner:
+            assert learner.wait() == (-signal.SIGKILL if first == 1 else 0)
+    whole, resumed = (torch.load(tmp_path / f"losses from {first}.pt") for first in (1, 4))
+    assert [step for step, _, _ in whole] == [1, 2, 3, 4, 5, 6]
+    assert len({loss for _, loss, _ in whole}) == 6
+    assert resumed == whole[3:]
 
 
 @pytest.mark.slow
