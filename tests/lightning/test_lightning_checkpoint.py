@@ -137,7 +137,7 @@ def test_a_checkpoint_saved_after_the_buffer_was_closed_says_that_it_has_none(tm
     trainer.save_checkpoint(tmp_path / "final.ckpt")
     assert saved(tmp_path, ".ckpt") == ["final.ckpt"]
     assert saved(tmp_path, ".replay") == []
-    assert "final.ckpt is saved without a replay buffer beside it: the replay buffer is closed" in caplog.text
+    assert "final.ckpt is saved without a replay buffer beside it: the replay buffer was stopped" in caplog.text
 
 
 def test_a_checkpoint_on_another_machine_is_refused(tmp_path, monkeypatch):
