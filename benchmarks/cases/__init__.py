@@ -21,6 +21,7 @@ from benchmarks.cases.ray import measure_ray
 from benchmarks.cases.recovery import measure_recovery
 from benchmarks.cases.remote import measure_remote
 from benchmarks.cases.rewrite import measure_rewrite
+from benchmarks.cases.rollouts import measure_rollouts
 from benchmarks.cases.rows import measure_rows
 from benchmarks.cases.sac import measure_sac
 from benchmarks.cases.shards import measure_shards
@@ -63,5 +64,9 @@ CASES: Mapping[str, Case] = {
 }
 """The cases by their names on the command line, which are also the sections of their lines."""
 
-LONG_CASES: Mapping[str, Case] = {"sac": measure_sac, "staleness_sim": measure_staleness_sim}
+LONG_CASES: Mapping[str, Case] = {
+    "sac": measure_sac,
+    "staleness_sim": measure_staleness_sim,
+    "rollouts": measure_rollouts,
+}
 """Cases that take so long that they are measured only when they are named."""

@@ -282,6 +282,13 @@ def test_rollouts_reach_the_learner_whole_and_only_who_holds_them_has_memory_to_
         assert 1 / figures["together"] == pytest.approx(1 / figures["put"] + 1 / figures["get"])
 
 
+@pytest.mark.slow
+def test_no_rollout_is_lost_when_learner_and_generator_are_killed():
+    figures = run_module("benchmarks.rollouts", {"peer": "torchreplay", "kills": 2}, limit=150.0)
+    assert figures["kills"] == 2
+    assert (figures["lost"], figures["hung"]) == (0, False)
+
+
 def test_lines_of_rollouts_leave_out_who_has_no_such_figure_and_count_a_failed_round_as_nothing(monkeypatch):
     figures = {
         "torchreplay": {"memory": 1.05, "put": 4e9, "get": 4e9, "together": 2e9, "memcpy": 8e9},
