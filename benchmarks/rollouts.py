@@ -204,7 +204,8 @@ class RayActor(Groups):
         """Asks until there are as many."""
         import ray
 
-        actor, groups = self._list or self._held, []
+        actor = self._list or self._held
+        groups: list[list[Row]] = []
         while len(groups) < n:
             groups += (more := ray.get(actor.take.remote(n - len(groups))))
             if not more and not wait:
