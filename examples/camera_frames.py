@@ -188,9 +188,8 @@ def learn(args: Args, form: str) -> dict[str, str]:
     share = {"png": 0.7, "jpeg": 0.2}.get(form)  # bytes beside those of pixels; where they are too few old rows go
     spec = tr.spec_from_env(envs) | ({"obs": tr.Ragged(torch.uint8)} if share else {})
     room = int(args.capacity * args.size**2 * 3 * share) if share else None
-    view, limiter = tr.Transitions(args.n_step, args.gamma), tr.MinSize(args.learning_starts)
-    options = {"view": view, "limiter": limiter, "ragged_bytes": room, "name": "Catch"}
-    buffer = tr.ReplayBuffer(spec, args.capacity, seed=args.seed, **options)
+    options = {"view": tr.Transitions(args.n_step, args.gamma), "limiter": tr.MinSize(args.learning_starts)}
+    buffer = tr.ReplayBuffer(spec, args.capacity, ragged_bytes=room, name="Catch", seed=args.seed, **options)
     q = QNetwork()
     q(torch.zeros(1, *envs.single_observation_space.shape))  # which makes its lazy layer
     target = copy.deepcopy(q).requires_grad_(False)

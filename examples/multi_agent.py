@@ -220,8 +220,7 @@ def main(args: Args) -> None:
     env = make_env(args.env)
     learner = Learner(q_networks(env), args)
     weights = {agent: tr.SharedWeights(network) for agent, network in learner.networks.items()}
-    view = tr.Transitions(args.n_step, args.gamma)
-    limiter = tr.MinSize(args.learning_starts)
+    view, limiter = tr.Transitions(args.n_step, args.gamma), tr.MinSize(args.learning_starts)
     options = {"view": view, "sampler": tr.Prioritized(), "limiter": limiter, "name": args.env}
     buffers = buffers_for(env, args.capacity, seed=args.seed, **options)
     # One ratio is enough: what holds the explorers back holds all their agents back.

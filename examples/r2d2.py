@@ -231,8 +231,7 @@ def main(args: Args) -> None:
     """Learns the T-maze."""
     torch.set_num_threads(1)  # the network is small, and the explorers want the other cores
     torch.manual_seed(args.seed)
-    q = QNetwork(args.network)
-    weights = tr.SharedWeights(q)
+    weights = tr.SharedWeights(q := QNetwork(args.network))
     buffer = tr.ReplayBuffer(
         SPEC,
         capacity=10_000,

@@ -19,7 +19,7 @@ inline constexpr int64_t kSettleNs = 200'000'000;
 
 // A segment was stopped before this process let go of it; what() says so.
 struct Stopped : std::runtime_error {
-  explicit Stopped(const std::string& called) : std::runtime_error(called + " was stopped") {}
+  explicit Stopped(const std::string& called) : std::runtime_error(called + " was stopped, and is closed") {}
 };
 
 // How many epochs have ended; items that the one under way has not drawn; and all.

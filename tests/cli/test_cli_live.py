@@ -208,15 +208,16 @@ def test_list_says_which_buffers_are_of_another_version(call):
 def test_list_of_a_cluster_shows_its_shards(cluster, tmp_path):
     from torchreplay.ray import ShardedReplay
 
-    with ShardedReplay({"x": tr.Field(2)}, 1000, name="union") as replay:
+    name = f"listed {os.getpid()}"  # other tests' shards are on this machine, too
+    with ShardedReplay({"x": tr.Field(2)}, 1000, name=name) as replay:
         replay.extend(x=np.zeros((10, 2)))
         address = cluster.ray.get_runtime_context().gcs_address
         code = f"from torchreplay.cli import main; main(['list', '--json', '--ray', {address!r}])"
         answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=170)
         assert answer.returncode == 0, answer.stderr
         listed = json.loads(answer.stdout[answer.stdout.index("[") :])
-        shards = {one["name"]: one for one in listed if one["name"].startswith("union/")}
-        assert set(shards) == {"union/0", "union/1"}
+        shards = {one["name"]: one for one in listed if one["name"].startswith(f"{name}/")}
+        assert set(shards) == {f"{name}/0", f"{name}/1"}
         assert sum(one["rows"] for one in shards.values()) == 10
         assert {one["node"] for one in shards.values()} <= set(cluster.node_ids)
 

@@ -194,9 +194,11 @@ def test_a_fork_tells_every_open_buffer_though_other_threads_open_and_close_some
 @pytest.mark.slow
 def test_a_process_ends_in_order_whatever_its_daemon_threads_are_at():
     program = """
-import threading
+import threading, warnings
 import numpy as np
 import torchreplay as tr
+
+warnings.simplefilter("ignore")  # batches that hold copies take long
 
 def new(limiter):
     return tr.ReplayBuffer({"x": tr.Field(20_000)}, 200, limiter=limiter, sampler=tr.Prioritized())

@@ -42,7 +42,7 @@ def test_td_errors_of_a_uniform_buffer_are_warned_of_once_and_its_stats_are_prin
         assert "sampler=tr.Prioritized()" in texts[0]
         lines = str(replay.stats()).splitlines()
     assert len(lines) == 9
-    assert lines[-1] == "shards      shards_missing 0, rows_lost 0, lost_updates 0"
+    assert lines[-1] == "shards      shards_missing 0, rows_lost 0, lost_updates 0, round_trips 0, wire_bytes 0"
 
 
 def test_bad_feedback_is_refused_before_anything_is_applied(filled):
