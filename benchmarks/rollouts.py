@@ -210,7 +210,8 @@ class RayActor(Groups):
             groups += (more := ray.get(actor.take.remote(n - len(groups))))
             if not more and not wait:
                 break
-            time.sleep(0 if more else PAUSE)
+            if not more:
+                time.sleep(PAUSE)
         return groups
 
 

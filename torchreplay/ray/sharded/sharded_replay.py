@@ -144,7 +144,7 @@ class ShardedReplay(Replay):
 
     def _init_state(self, nonce: int, seed: int, config: Config, capacity: int, count: int) -> None:
         self._nonce, self._config = nonce, config
-        self._ignores_td = ignores_td(config.sampler)  # and nobody was told
+        self._ignores_td = ignores_td(config.sampler)  # and no warning has said so yet
         self._capacity, self._count = capacity, count
         self._shards = ShardClient(coordinator_name(nonce), config.called)
         self._feedback = ShardFeedback(self._shards, nonce)
