@@ -6,6 +6,7 @@ object. The caller gives it a time limit and kills the whole group when it is ex
 """
 
 import argparse
+import asyncio
 import json
 import queue
 import random
@@ -194,43 +195,40 @@ class RayActor(Groups):
         self._list = ray.get_actor("rollouts")
 
     def add(self, rows: list[Row]) -> None:
-        """Asks until there is room."""
+        """Returns when there was room."""
         import ray
 
-        while not ray.get(self._list.add.remote(rows)):
-            time.sleep(PAUSE)
+        ray.get(self._list.add.remote(rows))
 
     def take(self, n: int, wait: bool = True) -> list[list[Row]]:
-        """Asks until there are as many."""
+        """Asks once: the actor waits."""
         import ray
 
-        actor = self._list or self._held
-        groups: list[list[Row]] = []
-        while len(groups) < n:
-            groups += (more := ray.get(actor.take.remote(n - len(groups))))
-            if not more and not wait:
-                break
-            if not more:
-                time.sleep(PAUSE)
+        groups: list[list[Row]] = ray.get((self._list or self._held).take.remote(n, wait))
         return groups
 
 
 class List:
-    """Groups of an actor, which hands them out in order."""
+    """Groups of an actor, which hands them out in order. Its calls wait within it, so that nobody has to ask twice."""
 
     def __init__(self) -> None:
         self._groups: list[list[Row]] = []
+        self._changed = asyncio.Condition()
 
-    def add(self, rows: list[Row]) -> bool:
-        """Returns whether there is room, and adds them then."""
-        if len(self._groups) < MOST_HELD:
+    async def add(self, rows: list[Row]) -> None:
+        """Waits for room, and adds them."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._groups) < MOST_HELD)
             self._groups.append(rows)
-            return True
-        return False
+            self._changed.notify_all()
 
-    def take(self, n: int) -> list[list[Row]]:
-        """Returns the oldest, as many as there are."""
-        taken, self._groups = self._groups[:n], self._groups[n:]
+    async def take(self, n: int, wait: bool = True) -> list[list[Row]]:
+        """Waits for `n` groups, and returns the oldest; without `wait`, those that there are."""
+        async with self._changed:
+            if wait:
+                await self._changed.wait_for(lambda: len(self._groups) >= n)
+            taken, self._groups = self._groups[:n], self._groups[n:]
+            self._changed.notify_all()
         return taken
 
 
