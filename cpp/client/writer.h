@@ -94,7 +94,8 @@ class Writer {
   template <class Rows, class Fill>
   void write(uint64_t n, Rows& rows, int64_t* keys, Fill& fill, Wait& wait, uint64_t run_bytes = 0) {
     const Header& h = memory().header();
-    RingWriter ring(memory(), member_.id(), true);
+    const int id = member_.held();  // since begin()
+    RingWriter ring(memory(), id, true);
     const bool has_to_be_admitted = Admission::is_kept(h);
     if (has_to_be_admitted) require_admitted(n);
     pages_wanted_ = 0;
@@ -109,10 +110,10 @@ class Writer {
           outcome = ring.append(n, rows, keys, written, fill);
         }
       }
-      if (has_to_be_admitted) note_written(memory().participant(member_.id()), written - before);
+      if (has_to_be_admitted) note_written(memory().participant(id), written - before);
       switch (outcome) {
         case Append::kDone:
-          return look_around(wait);
+          return look_around(memory().participant(id), wait);
         case Append::kGated:
           if (draws_itself(memory()))
             ring.pass_gate();
@@ -250,9 +251,9 @@ class Writer {
   }
 
   // Now and then: is anybody there to draw what is written?
-  void look_around(Wait& wait) {
+  void look_around(const Participant& own, Wait& wait) {
     constexpr int64_t kEvery = 1'000'000'000;
-    const int64_t now = memory().participant(member_.id()).last_write.load(std::memory_order_relaxed);
+    const int64_t now = own.last_write.load(std::memory_order_relaxed);
     if (looked_around_ == 0) looked_around_ = now;
     if (now - looked_around_ < kEvery) return;
     looked_around_ = now;
@@ -318,7 +319,7 @@ class Writer {
   }
 
   void require_admitted(uint64_t n) {
-    const uint64_t may = memory().participant(member_.id()).admitted.load(std::memory_order_relaxed);
+    const uint64_t may = memory().participant(member_.held()).admitted.load(std::memory_order_relaxed);
     if (may < n)
       throw std::runtime_error("writing " + std::to_string(n) + (n == 1 ? " row" : " rows") + " to " +
                                memory().called() + ", of which " + std::to_string(may) + (may == 1 ? " is" : " are") +

@@ -48,10 +48,9 @@ inline void write_planned(PyObject* self, WriterObject& s, int64_t* answers) {
   const Layout& layout = m.layout();
   const Fields& fields = s.fields();
   const std::vector<StreamRow>& plan = s.lanes().rows();
-  const auto& columns = layout.fields;
-  const auto fill_row = [&](uint64_t i, uint64_t slot) {
+  const auto fill_row = [&, columns = layout.fields.data(), count = s.values.size()](uint64_t i, uint64_t slot) {
     const StreamRow& row = plan[i];
-    for (size_t c = 0; c < s.values.size(); c++) {
+    for (size_t c = 0; c < count; c++) {
       const Field& field = columns[c];
       if (s.roles.observed[c])
         (row.kind == Kind::kLast ? s.last : s.values)[c].write(m, field, slot, row.obs_time, row.lane);

@@ -111,7 +111,7 @@ class FieldValue {
 
   // Copies it into the row in `slot`, which is busy.
   void write(const SegmentMemory& m, const Field& f, uint64_t slot, int64_t time, int64_t lane = 0) const {
-    if (dense_ && to_ != Element::kBool) return m.write(f, slot, at(time, lane));
+    if (nbytes_ >= kStreamedBytes && dense_ && to_ != Element::kBool) return m.write(f, slot, at(time, lane));
     copy(m.value(f, slot), time, lane);
   }
 

@@ -149,6 +149,12 @@ struct WriterObject {
   }
   void open_all(Leading& leading) {
     const Fields& all = fields();
+    if (all.ragged.empty() && version_column() < 0) {  // most buffers: a field is a column
+      FieldValue* value = values.data();
+      PyObject* const* object = given.data();
+      for (const FieldSpec& spec : all.specs) value++->open(*object++, spec, leading);
+      return;
+    }
     for (size_t f = 0; f < all.specs.size(); f++) open(f, leading, values, ragged);
     if (!all.ragged.empty()) ragged.check_alike(all.ragged);
   }
@@ -239,18 +245,24 @@ inline void write_rows(PyObject* self, WriterObject& s, uint64_t n, int64_t* key
   SegmentMemory& m = s.attached->memory();
   const Layout& layout = m.layout();
   const Fields& fields = s.fields();
-  const auto& columns = layout.fields;
-  const auto fill_row = [&](uint64_t row, uint64_t slot) {
-    for (size_t c = 0; c < s.values.size(); c++) {
-      s.values[c].write(m, columns[c], slot, static_cast<int64_t>(row));
+  // By value: what a row writes might change what is looked up anew for each of its fields.
+  const auto fill_row = [&m, values = s.values.data(), columns = layout.fields.data(), count = s.values.size()](
+                            uint64_t row, uint64_t slot) {
+    for (size_t c = 0; c < count; c++) {
+      values[c].write(m, columns[c], slot, static_cast<int64_t>(row));
       TORCHREPLAY_FAULT("append.field");
     }
   };
-  RaggedFill fill(fill_row, fields, layout,
-                  [&](size_t field, uint64_t row) { return std::pair(&s.ragged.of(fields.specs[field].column), row); });
   SingleRows rows{s.priorities};
   PythonWait wait(self);
-  s.session.write(n, rows, keys, fill, wait, fill.checked_bytes(n, s.pages));
+  if (fields.ragged.empty()) {
+    s.session.write(n, rows, keys, fill_row, wait);
+  } else {
+    RaggedFill fill(fill_row, fields, layout, [&](size_t field, uint64_t row) {
+      return std::pair(&s.ragged.of(fields.specs[field].column), row);
+    });
+    s.session.write(n, rows, keys, fill, wait, fill.checked_bytes(n, s.pages));
+  }
   for (uint64_t i = 0; i < n; i++) keys[i] += s.first_key;
 }
 
