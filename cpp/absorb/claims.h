@@ -19,8 +19,9 @@ namespace torchreplay {
 // What is known of the row in a slot, in one word: each change is one store.
 struct Claim {
   static constexpr uint64_t kMostDraws = 0xffff;
+  static constexpr uint64_t kEnding = uint64_t{1} << 30;
 
-  uint64_t word = 0;  // holder << 32 | closed << 31 | writer << 16 | draws
+  uint64_t word = 0;  // holder << 32 | closed << 31 | ending << 30 | writer << 16 | draws
 
   // Of a row whose word is that. Who wrote it is not known any more when it was rewritten or loaded: 0.
   static Claim of_row(uint64_t row) {
@@ -31,16 +32,19 @@ struct Claim {
   // The presence of the process that has its item; 0: nobody has.
   uint32_t holder() const { return static_cast<uint32_t>(word >> 32); }
   uint64_t draws() const { return word & kMostDraws; }  // that are done; kMostDraws: there will be none
-  uint64_t writer() const { return word >> 16 & 0x7fff; }
+  uint64_t writer() const { return word >> 16 & 0x3fff; }
   bool closed() const { return word >> 31 & 1; }  // its stream does not go on after it
+  bool ending() const { return word & kEnding; }  // its holder is done with it, if it is the one that the header names
 
   bool is_untouched() const { return holder() == 0 && draws() == 0; }
 
   Claim held_by(uint32_t presence) const { return {(word & 0xffffffff) | uint64_t{presence} << 32}; }
-  Claim free() const { return {word & 0xffffffff}; }
+  Claim free() const { return {word & 0xffffffff & ~kEnding}; }
   Claim with_draws(uint64_t n) const { return {(word & ~kMostDraws) | n}; }
   Claim closing() const { return {word | uint64_t{1} << 31}; }
+  Claim with_ending(bool is) const { return {is ? word | kEnding : word & ~kEnding}; }
 };
+static_assert(kMaxParticipants <= 1 << 14);
 
 // A process that holds items. An entry with none is free.
 struct ItemHolder {
@@ -140,13 +144,31 @@ class Claims {
     TORCHREPLAY_FAULT("claims.taken");
   }
 
-  // The process is done with those of the items that it holds. Returns how many these are.
+  // The process is done with those of the items that it holds: with all of them, or, if it dies, with none. Or a group
+  // would be given again that is not whole. Returns how many these are.
   uint64_t commit(const std::vector<int64_t>& keys, uint32_t presence) {
-    return let_go(keys, presence, [](Claim c) { return c.draws() + 1; });
+    if (keys.empty()) return 0;
+    const DirtyScope dirty(header_, Dirty::kTree);
+    for (const int64_t key : keys) {
+      if (!is_held(key, presence)) continue;
+      const uint64_t slot = memory_.slot_of(static_cast<uint64_t>(key));
+      words_[slot] = of(slot).with_ending(true).word;
+      TORCHREPLAY_FAULT("claims.marked");
+    }
+    kill_fence();
+    header_.ending = presence;
+    TORCHREPLAY_FAULT("claims.ending");
+    const uint64_t n = let_go(keys, presence, [](Claim c) { return c.draws() + 1; });
+    kill_fence();
+    header_.ending = 0;
+    TORCHREPLAY_FAULT("claims.ended");
+    return n;
   }
 
   // Those of the items that it holds are in their places again. Returns how many these are.
   uint64_t release(const std::vector<int64_t>& keys, uint32_t presence) {
+    if (keys.empty()) return 0;
+    const DirtyScope dirty(header_, Dirty::kTree);
     return let_go(keys, presence, [](Claim c) { return c.draws(); });
   }
 
@@ -165,6 +187,7 @@ class Claims {
     std::ranges::transform(slots, keys.begin(), [&](int64_t slot) {
       return static_cast<int64_t>(memory_.at(static_cast<uint64_t>(slot))) - 1;
     });
+    const DirtyScope dirty(header_, Dirty::kTree);
     let_go(keys, presence, [](Claim) { return Claim::kMostDraws; });
   }
 
@@ -238,6 +261,7 @@ class Claims {
   // Leaves and counts that follow from the claims, after a death in the midst. Sums are left to be computed.
   // O(capacity).
   void restore() {
+    finish_ending();
     for (uint32_t i = 0; i < std::min<uint32_t>(header_.holders, kMaxParticipants); i++) holders_[i].items = 0;
     header_.held = header_.handed_out = 0;
     for (uint64_t slot = 0; slot < memory_.capacity(); slot++) {
@@ -256,6 +280,7 @@ class Claims {
 
   // Nobody of before is there any more. O(capacity).
   void release_all() {
+    finish_ending();
     for (uint64_t slot = 0; slot < memory_.capacity(); slot++) {
       const Claim claim = of(slot);
       arrive(slot);  // by the clock of this boot
@@ -280,6 +305,25 @@ class Claims {
 
   bool may_come_again(uint64_t slot, uint64_t draws) const {
     return draws < header_.sampler.max_draws && !is_discarded(memory_, slot);
+  }
+
+  // Whoever died while it let items go is done with all of them; before that, with none. Sums are left to be computed.
+  void finish_ending() {
+    for (uint64_t slot = 0; slot < memory_.capacity(); slot++) {
+      const Claim claim = of(slot);
+      if (!claim.ending()) continue;
+      if (header_.ending && claim.holder() == header_.ending)
+        end_holding(slot, claim, std::min(claim.draws() + 1, Claim::kMostDraws));
+      else
+        words_[slot] = claim.with_ending(false).word;
+      TORCHREPLAY_FAULT("claims.end_finished");
+    }
+    kill_fence();
+    header_.ending = 0;
+  }
+
+  bool is_held(int64_t key, uint32_t presence) const {
+    return is_there(key) && of(memory_.slot_of(static_cast<uint64_t>(key))).holder() == presence;
   }
 
   bool is_there(int64_t key) const {
@@ -313,29 +357,32 @@ class Claims {
     entry_of(from).items -= keys.size();
   }
 
-  // The leaf first: after a death between the two the item still is its holder's.
+  // The leaf first: after a death between the two the item still is its holder's. Returns whether it can be drawn
+  // again.
+  bool end_holding(uint64_t slot, Claim claim, uint64_t draws) {
+    const bool again = may_come_again(slot, draws);
+    if (again) {
+      tree_.leaves()[slot] = places_.leaf(slot);
+      versions_.note(slot);
+      TORCHREPLAY_FAULT("claims.back");
+    }
+    kill_fence();
+    words_[slot] = claim.with_draws(draws).free().word;
+    return again;
+  }
+
   template <class Draws>
   uint64_t let_go(const std::vector<int64_t>& keys, uint32_t presence, const Draws& draws_of) {
-    if (keys.empty()) return 0;
-    const DirtyScope dirty(header_, Dirty::kTree);
     uint64_t n = 0;
     index_.clear();
     for (const int64_t key : keys) {
+      if (!is_held(key, presence)) continue;
       const uint64_t slot = memory_.slot_of(static_cast<uint64_t>(key));
       const Claim claim = of(slot);
-      if (memory_.at(slot) != static_cast<uint64_t>(key) + 1 || claim.holder() != presence) continue;
       n++;
-      const uint64_t draws = std::min(draws_of(claim), Claim::kMostDraws);
-      if (may_come_again(slot, draws)) {
-        tree_.leaves()[slot] = places_.leaf(slot);
-        versions_.note(slot);
+      if (end_holding(slot, claim, std::min(draws_of(claim), Claim::kMostDraws)))
         index_.push_back(static_cast<int64_t>(slot));
-        TORCHREPLAY_FAULT("claims.back");
-      }
-      kill_fence();
-      const Claim after = claim.with_draws(draws).free();
-      words_[slot] = after.word;
-      header_.handed_out -= is_handed_out(claim) && !is_handed_out(after);
+      header_.handed_out -= is_handed_out(claim) && !is_handed_out(of(slot));
       TORCHREPLAY_FAULT("claims.let_go");
     }
     if (n) {

@@ -219,6 +219,8 @@ struct Header {
   uint64_t done_before;
   uint32_t admission_begun;  // 0: it begins with the next item that is admitted
 
+  uint32_t ending;  // of a queue: presence of who is done with the items that it has marked; 0: nobody
+
   // Who set the learner's version last: presence << 32 | thread id; 0: nobody has.
   std::atomic<uint64_t> publisher;
 

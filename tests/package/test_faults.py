@@ -4,6 +4,7 @@ import re
 
 import failed_draws
 import faulty_deaths
+import group_deaths
 import pytest
 import stopped_writers
 from fault_build import ROOT, FaultyInterpreter, build
@@ -140,3 +141,44 @@ def test_a_death_at_any_fault_point_in_any_scene_leaves_the_buffer_to_the_others
 @pytest.mark.parametrize("name", NAMES)
 def test_deaths_at_500_pairs_of_random_fault_points_leave_the_buffer_to_the_survivor(faulty, name):
     assert faulty.run(faulty_deaths.die_in_pairs, name, 500, 6) > 500
+
+
+def tell(tally, deaths):
+    for role, count in deaths.items():
+        tally(f"{role}s killed", count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scene", ["two learners", "a learner that saves"])
+def test_a_generator_a_learner_of_groups_and_a_publisher_killed_at_what_they_share_lose_double_and_leak_nothing(
+    faulty, scene, tally
+):
+    deaths = faulty.run(group_deaths.kill_at_every_point, scene, 1, 8, ("admit.", "claims.", "publish."))
+    assert sum(deaths.values()) > 10
+    tell(tally, deaths)
+
+
+@pytest.mark.parametrize("scene", group_deaths.EVEN_AT_RANDOM)
+def test_generators_and_learners_of_groups_killed_at_random_lose_double_and_leak_nothing(faulty, scene, tally):
+    tell(tally, faulty.run(group_deaths.kill_at_random, scene, 12, 3))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("scene", group_deaths.SCENES)
+def test_a_generator_a_learner_of_groups_and_a_publisher_killed_at_any_point_lose_double_and_leak_nothing(
+    faulty, scene, tally
+):
+    deaths = faulty.run(group_deaths.kill_at_every_point, scene, 3, 9)
+    assert sum(deaths.values()) > 100
+    tell(tally, deaths)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("scene", group_deaths.EVEN_AT_RANDOM)
+def test_a_thousand_random_deaths_among_generators_and_learners_of_groups_lose_double_and_leak_nothing(
+    faulty, scene, tally
+):
+    for seed in range(100, 200):
+        tell(tally, faulty.run(group_deaths.kill_at_random, scene, 12, seed))

@@ -13,7 +13,7 @@ import torch
 from draw_scenes import DrawCounts, Epochs, Versions
 from faulty_lives import BATCH, Fault, await_stop, faulty, live
 from forked import Forked
-from queue_scenes import Admitted, LongValues, Queue, SlowEpisode, StoppedWriter
+from queue_scenes import Admitted, DeadCommit, LongValues, Queue, SlowEpisode, StoppedWriter
 from restore_scenes import ExplorersAfterARestore, Load, Restore, RestoreBesideAnExplorer, RestoreInVain, RestoreTooLate
 from scene import Scene, after_a_death_at
 from torch.utils._pytree import tree_map
@@ -271,6 +271,7 @@ OF_ROWS = {
     "in epochs": Epochs,
     "in draws that are counted": DrawCounts,
     "in queues": Queue,
+    "after a death in a commit": DeadCommit,
     "in a queue with an admission": Admitted,
     "of items that are too old": Versions,
     "beside a slow episode in a queue": SlowEpisode,

@@ -181,6 +181,38 @@ class Queue(Scene):
             assert self.has_room(buffer), "room was lost"
 
 
+class DeadCommit(Scene):
+    """A process draws from a queue after another one has died while it committed a batch."""
+
+    ROWS, DRAWN = 12, 4
+
+    def __init__(self, name):
+        self.queue = tr.ReplayBuffer({"x": tr.Field((), "int64")}, self.ROWS, sampler=tr.Fifo())
+        self.queue.extend(x=np.arange(self.ROWS))
+        self.came = shared_counters(self.ROWS)
+
+    def take(self):
+        for number in self.queue.sample(self.DRAWN, at_least=1)["x"].tolist():
+            self.came[number] += 1
+        self.queue.commit()
+
+    def take_all(self):
+        while self.queue.num_items:
+            self.take()
+
+    def perform(self, start):
+        with faulty(self.take, faults=[Fault("claims.let_go", 2)]) as dead:
+            assert dead.wait() == DIED
+        with start(self.take_all) as process:
+            return process.wait()
+
+    def check(self):
+        self.take_all()
+        assert (self.queue.num_items, self.queue.stats().held_items) == (0, 0)
+        assert self.came[: self.DRAWN].tolist() == [1] * self.DRAWN, "half a batch was committed"
+        assert min(self.came[:]) >= 1, "an item was lost"
+
+
 class SlowEpisode(Scene):
     """A process turns the ring of a queue, beside a batch that is held and an episode that goes on slowly."""
 

@@ -2,6 +2,7 @@
 // again. So it is where rows have values of any length, which are never torn.
 #define TORCHREPLAY_FAULTS
 #include <boost/test/unit_test.hpp>
+#include <set>
 
 #include "children.h"
 #include "draw/batch_sampler.h"
@@ -186,6 +187,10 @@ void check_death_at(const char* point, uint64_t nth, Way way, int& deaths, bool&
       BOOST_REQUIRE(survivor.got[i] <= copies * most - before.done[i]);  // what was committed does not come again
       if (!died) BOOST_REQUIRE(j.got[i] == most);
     }
+  std::set<int> again;  // of the batch that the dead held, as far as it knew
+  for (size_t i = 0; i < kRows; i++)
+    if (before.written[i] && before.got[i] && !before.done[i]) again.insert(survivor.got[i]);
+  BOOST_REQUIRE((most > 1 || again.size() <= 1));  // all of it comes again, or nothing
   check_end(*m);
 }
 

@@ -49,7 +49,7 @@ class RemoteWriter(Writer):
             raise ValueError(
                 f"{config.called} has {config.limiter}, and this process is on another node of the cluster: writers "
                 f"are admitted on the buffer's node only, where the kernel tells who has died; start an actor on that "
-                f"node that has the buffer, call it with each rollout, and write there in `with writer.admit():`"
+                f"node, have it call the generator within `with writer.admit():`, and write what that returns"
             )
         roles_of(config, num_envs, autoreset)  # raises before anybody hears of a writer that there will not be
         self._sender = sender
