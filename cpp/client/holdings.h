@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -28,12 +29,15 @@ class Holdings {
     key1_.resize(memory_.capacity());
     for (int i = 0; i < n; i++) {
       uint64_t& key1 = key1_[slot_of(keys[i])];
+      const uint64_t added = static_cast<uint64_t>(keys[i]) + 1;
       count_ += key1 == 0;
-      key1 = static_cast<uint64_t>(keys[i]) + 1;
+      if (key1 != 0 && key1 != added) overwritten_.insert(static_cast<int64_t>(std::min(key1, added)) - 1);
+      key1 = std::max(key1, added);
     }
+    while (overwritten_.size() > memory_.capacity()) overwritten_.erase(overwritten_.begin());
     order_.insert(order_.end(), keys, keys + n);
     if (loop) loops_[loop].assign(keys, keys + n);
-    if (order_.size() > 2 * count_ + kSlack) order_ = all();
+    if (order_.size() > 2 * count_ + kSlack) order_ = in_slots();
   }
 
   // What the loop got last, which it holds no longer. As soon as others may draw these items again, it is too late to
@@ -61,9 +65,7 @@ class Holdings {
     return n;
   }
 
-  bool contains(int64_t key) const {
-    return !key1_.empty() && key >= 0 && key1_[slot_of(key)] == static_cast<uint64_t>(key) + 1;
-  }
+  bool contains(int64_t key) const { return lies_here(key) || overwritten_.contains(key); }
 
   // The index of the first key that is not held.
   std::optional<size_t> first_missing(const std::vector<int64_t>& keys) {
@@ -75,25 +77,38 @@ class Holdings {
 
   void remove(const std::vector<int64_t>& keys) {
     for (const int64_t key : keys) {
-      if (!contains(key)) continue;
+      if (!lies_here(key)) {
+        overwritten_.erase(key);
+        continue;
+      }
       key1_[slot_of(key)] = 0;
       count_--;
     }
     if (count_ == 0) order_.clear();
   }
 
-  // In the order in which they were got, each once. O(their number).
+  // Those that were overwritten, and the others in the order in which they were got, each once. O(their number).
   std::vector<int64_t> all() {
     follow_fork();
-    std::vector<int64_t> keys;
-    std::copy_if(order_.begin(), order_.end(), std::back_inserter(keys),
-                 [&](int64_t key) { return contains(key) && std::exchange(key1_[slot_of(key)], 0) != 0; });
-    for (const int64_t key : keys) key1_[slot_of(key)] = static_cast<uint64_t>(key) + 1;
+    std::vector<int64_t> keys = in_slots();
+    keys.insert(keys.begin(), overwritten_.begin(), overwritten_.end());
     return keys;
   }
 
  private:
   static constexpr size_t kSlack = 1 << 16;
+
+  bool lies_here(int64_t key) const {
+    return !key1_.empty() && key >= 0 && key1_[slot_of(key)] == static_cast<uint64_t>(key) + 1;
+  }
+
+  std::vector<int64_t> in_slots() {
+    std::vector<int64_t> keys;
+    std::copy_if(order_.begin(), order_.end(), std::back_inserter(keys),
+                 [&](int64_t key) { return lies_here(key) && std::exchange(key1_[slot_of(key)], 0) != 0; });
+    for (const int64_t key : keys) key1_[slot_of(key)] = static_cast<uint64_t>(key) + 1;
+    return keys;
+  }
 
   uint64_t slot_of(int64_t key) const { return memory_.slot_of(static_cast<uint64_t>(key)); }
 
@@ -101,14 +116,16 @@ class Holdings {
     if (std::exchange(generation_, fork_generation.load(std::memory_order_relaxed)) == fork_generation.load()) return;
     count_ = 0;
     order_.clear();
+    overwritten_.clear();
     loops_.clear();
     std::ranges::fill(key1_, 0);
   }
 
   const SegmentMemory& memory_;
   uint64_t generation_ = fork_generation.load(std::memory_order_relaxed);
-  std::vector<uint64_t> key1_;  // of each slot: key + 1 of the item there that is held; 0: none is
-  std::vector<int64_t> order_;  // and some that are held no longer
+  std::vector<uint64_t> key1_;     // of each slot: key + 1 of the item there that is held; 0: none is
+  std::vector<int64_t> order_;     // and some that are held no longer
+  std::set<int64_t> overwritten_;  // in slots of which this process holds a newer item; at most as many as slots
   uint64_t count_ = 0;
   std::map<uint64_t, std::vector<int64_t>> loops_;
   uint64_t loops_made_ = 0;

@@ -15,6 +15,7 @@ import torch
 from forked import Forked, eventually
 
 import torchreplay as tr
+from torchreplay.segment import waits
 
 SPEC = {"x": tr.Field((4,)), "deep": {"n": tr.Field((), torch.int64), "wide": tr.Field((600,), torch.float64)}}
 
@@ -449,6 +450,18 @@ def test_an_iteration_over_a_closed_buffer_hands_out_no_more_batches(prefetch):
     for iteration in (batches, mixtures, iter(dataset), iter(mixed)):
         with pytest.raises(RuntimeError, match="closed"):
             next(iteration)
+
+
+def test_an_interrupt_of_a_wait_gets_through_though_another_thread_has_closed_the_buffer(monkeypatch):
+    buffer = tr.ReplayBuffer({"obs": tr.Field()}, 10)
+
+    def interrupted(*_):
+        buffer.close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(waits.Wait, "check_rows", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        buffer.sample(1)
 
 
 def test_a_writer_that_waits_for_room_ends_when_its_buffer_is_closed():

@@ -379,6 +379,31 @@ def test_who_begins_when_the_buffers_version_grows_pulls_the_weights_of_that_ver
     assert (acting.weight == 7.0).all()
 
 
+class LateVersion:
+    """The version of a buffer that another publisher raises just before this one does."""
+
+    def __init__(self, buffer, other):
+        self.buffer, self.other = buffer, other
+
+    @property
+    def policy_version(self):
+        return self.buffer.policy_version
+
+    @policy_version.setter
+    def policy_version(self, version):
+        self.other()
+        self.buffer.policy_version = version
+
+
+def test_a_publisher_that_another_overtakes_leaves_the_later_version():
+    policy = torch.nn.Linear(2, 1)
+    with tr.ReplayBuffer(SPEC, 10) as buffer:
+        weights = tr.SharedWeights(policy)
+        late = LateVersion(buffer, lambda: weights.publish(policy, buffer=buffer))
+        assert weights.publish(policy, buffer=late) == 1
+        assert (weights.version, buffer.policy_version) == (2, 2)
+
+
 def test_a_buffer_that_has_no_version_is_refused_and_nothing_is_published():
     policy = torch.nn.Linear(2, 1)
     weights = tr.SharedWeights(policy)

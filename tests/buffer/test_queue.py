@@ -178,6 +178,19 @@ def test_by_hand_only_commit_ends_what_is_held():
         assert values(buffer.sample(3)) == [32, 33, 34]
 
 
+@pytest.mark.parametrize("end", ["commit", "release"])
+def test_a_batch_whose_items_were_overwritten_ends_without_them_though_newer_ones_are_held_in_their_slots(end):
+    with queue(8, items=8, commit="manual", when_full="drop_oldest") as buffer:
+        batch = buffer.sample(8)
+        buffer.extend(x=np.arange(8, 14))
+        newer = buffer.sample(6)  # in the slots of the first six
+        assert getattr(buffer, end)(batch) == 2
+        with pytest.raises(ValueError, match="key 0 at index 0 is of no item that this process holds"):
+            getattr(buffer, end)(batch)
+        assert getattr(buffer, end)(newer) == 6
+        assert buffer.stats().held_items == 0
+
+
 def fail_in_a_claim(buffer, expected):
     with buffer.claim(5) as batch:
         assert values(batch) == expected

@@ -147,6 +147,9 @@ def test_what_cannot_be_stored_is_refused_with_the_reason():
     rollouts = RolloutQueue(make())
     with pytest.raises(ValueError, match="no JSON: Object of type ndarray"):
         rollouts.put_nowait(sample(0, prompt=[{"role": "user", "content": np.zeros(3)}]))
+    for told in ({"metrics": {7: 0.5}}, {"prompt": [{"role": "user", "content": ({None: "x"},)}]}):
+        with pytest.raises(ValueError, match=r"no JSON: the name (7|None) is (int|NoneType), not text"):
+            rollouts.put_nowait(sample(0, **told))  # which json would make text of
     with pytest.raises(ValueError, match="old_log_probs"):
         rollouts.put_nowait(sample(0, old_log_probs=np.zeros(999, np.float32)))
     assert rollouts.qsize() == 0

@@ -119,7 +119,8 @@ class LocalSampler:
             try:
                 result = self._sample_waiting(sample, result, batch_size, exponent, wait, out)
             except BaseException:
-                self.segment.withdraw()  # or writers would go on running ahead for a learner that gave up
+                with suppress(RuntimeError):  # closed by another thread, which would hide what is raised
+                    self.segment.withdraw()  # or writers would go on running ahead for a learner that gave up
                 raise
             finally:
                 wait.end()

@@ -123,13 +123,16 @@ class RolloutQueue:
 
         Raises:
             queue.Full: There is no room now.
-            ValueError: Its arrays differ in length, or a message has something that JSON has not, such as a picture.
+            ValueError: Its arrays differ in length, or a message or the metrics have something that JSON has not, such
+                as a picture, or a name that is no text.
         """
         if self._writer is None:
             self._writer = self.queue.writer()
             self._writer.timeout = 0.0
+        told = [sample.prompt, sample.completion, sample.metrics]
         try:
-            text = json.dumps([sample.prompt, sample.completion, sample.metrics], ensure_ascii=False).encode()
+            _require_text_names(told)
+            text = json.dumps(told, ensure_ascii=False).encode()
         except TypeError as error:
             raise ValueError(
                 f"the sample's messages or metrics are no JSON: {error}; store such values apart"
@@ -188,3 +191,15 @@ class RolloutQueue:
 
     def __repr__(self) -> str:
         return f"RolloutQueue({self.queue!r})"
+
+
+def _require_text_names(value: Any) -> None:
+    """Raises TypeError where a dict has a name that JSON would silently make text of, such as a number."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if not isinstance(name, str):
+                raise TypeError(f"the name {name!r:.200} is {type(name).__name__}, not text")
+            _require_text_names(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            _require_text_names(inner)

@@ -134,7 +134,8 @@ class SharedWeights(Transient):
         Args:
             module: Built like the one given to the constructor.
             buffer: Its `policy_version` becomes that version, once everybody can pull the weights. So a writer that
-                the new version admits pulls these. None: none's.
+                the new version admits pulls these. It stays where another publisher has set a later one meanwhile.
+                None: none's.
 
         Raises:
             ValueError: The module's weights differ in name, shape or dtype from those of the constructor. Or the
@@ -174,7 +175,7 @@ class SharedWeights(Transient):
         finally:
             self._native.end_publish(complete)
         if buffer is not None:
-            buffer.policy_version = version
+            _raise_version(buffer, version)
         return version
 
     def _begin_publish(self) -> None:
@@ -280,6 +281,15 @@ def newest_of(weights: SharedWeights) -> tuple[int, torch.Tensor]:
         content = native.buffer(version).clone()
         if native.intact(version):  # otherwise two publications came meanwhile: copy again
             return version, content
+
+
+def _raise_version(buffer: Versioned, version: int) -> None:
+    """Sets the buffer's version, unless a later publication has done so since."""
+    try:
+        buffer.policy_version = version
+    except ValueError:
+        if buffer.policy_version < version:
+            raise
 
 
 def _nowhere() -> nn.Module | None:
