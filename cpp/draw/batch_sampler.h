@@ -4,21 +4,17 @@
 
 #include <algorithm>
 #include <limits>
-#include <memory>
 #include <numeric>
-#include <optional>
 #include <span>
 #include <vector>
 
 #include "absorb/draw_counts.h"
 #include "absorb/item_versions.h"
+#include "draw/batch_copier.h"
 #include "draw/batch_weights.h"
 #include "draw/counted_draw.h"
 #include "draw/due_items.h"
-#include "draw/item_gather.h"
 #include "draw/oldest_items.h"
-#include "draw/ragged_gather.h"
-#include "draw/thread_pool.h"
 #include "session/segment_lock.h"
 
 namespace torchreplay {
@@ -42,20 +38,17 @@ class BatchSampler {
       : memory_(m),
         plan_(plan),
         drawing_(plan),
+        copier_(m, plan, drawing_),
         due_(m, drawing_),
         oldest_(m, drawing_),
         counts_(m),
         versions_(m),
         keeps_epochs_(Epochs::are_kept(m.header())),
         is_queue_(Claims::are_kept(m.header())),
-        counts_draws_(DrawCounts::are_kept(m.header())),
-        copiers_(1) {
-    copiers_[0].emplace(m, plan);
-    if (!RaggedPlan::of(m.layout(), plan).outputs.empty()) values_ = std::make_unique<RaggedGather>(m, plan);
-  }
+        counts_draws_(DrawCounts::are_kept(m.header())) {}
 
   // Threads that may share the copies of a large batch.
-  void set_threads(int n) { threads_ = std::max(1, n); }
+  void set_threads(int n) { copier_.set_threads(std::max(1, n)); }
 
   // Slots that the last draw found unsettled: their writers lag, or are dead.
   uint64_t pending() const { return pending_; }
@@ -81,21 +74,17 @@ class BatchSampler {
       TORCHREPLAY_FAULT("gather.found");
       RewriteWatch watch(memory_.header());
       std::vector<int> lost;
-      if (has_values(out)) {
-        lost = measure(watch, {});
-        copy_values(lost, out);
+      if (copier_.has_values(out)) {
+        lost = copier_.measure(watch, {});
+        copier_.copy_values(lost, out);
       }
-      copy(out);
-      copy_rewritten(watch, out, {});
-      add(todo, lost);
+      copier_.copy(out);
+      copier_.copy_rewritten(watch, out, {});
+      copier_.add(todo, lost);
       if (todo.empty()) break;
-      size_t kept = 0, failed = 0;
-      for (size_t i = 0; i < items.size(); i++)
-        if (failed < todo.size() && todo[failed] == static_cast<int>(i))
-          failed++;
-        else
-          items[kept++] = items[i];
-      items.resize(kept);
+      const std::vector<int> copied = drawing_.done();
+      std::ranges::transform(copied, items.begin(), [&](int i) { return items[i]; });
+      items.resize(copied.size());
     }
     drawn_from_.beta = beta;
     finish(count(), beta, out);
@@ -111,7 +100,7 @@ class BatchSampler {
     CountedDraw counted(memory_.header());
     TakenItems taken(*this);
     drawing_.begin(is_queue_ ? 0 : static_cast<size_t>(n));
-    budget_ = has_values(out) && !out.ragged->budget.empty() ? &out.ragged->budget : nullptr;
+    budget_ = copier_.has_values(out) && !out.ragged->budget.empty() ? &out.ragged->budget : nullptr;
     drawing_.shuffles = budget_ && !is_queue_;
     drawing_.shuffle_nothing();
     if (drawing_.shuffles && !keeps_epochs_)
@@ -125,15 +114,15 @@ class BatchSampler {
       taken.begin();
       TORCHREPLAY_FAULT("draw.drawn");
       std::vector<int> lost;
-      if (has_values(out)) {
-        lost = measure(watch, patience);
+      if (copier_.has_values(out)) {
+        lost = copier_.measure(watch, patience);
         if (budget_) keep_within(lost, counted, patience);
-        copy_values(lost, out);
+        copier_.copy_values(lost, out);
       }
-      copy(out);
+      copier_.copy(out);
       TORCHREPLAY_FAULT("draw.copied");
-      copy_rewritten(watch, out, patience);
-      add(drawing_.todo, lost);
+      copier_.copy_rewritten(watch, out, patience);
+      copier_.add(drawing_.todo, lost);
       if (drawing_.todo.empty()) {
         drawn_from_.beta = beta;
         finish(count(), beta, out);
@@ -149,38 +138,6 @@ class BatchSampler {
   }
 
  private:
-  // Less than this is not worth another thread's while.
-  static constexpr uint64_t kPartBytes = uint64_t{512} << 10;
-  static constexpr int kPartItems = 16;
-
-  // A part of the items to copy; afterwards those that were not copied, and the slots of their rows.
-  struct Part {
-    std::vector<int> todo;
-    std::vector<uint64_t> touched;
-  };
-
-  // What one thread copies with.
-  class Copier {
-   public:
-    Copier(SegmentMemory& m, const ItemPlan* plan) : rows_(m) {
-      if (plan) items_.emplace(m, *plan);
-    }
-
-    void keep_touched(const std::vector<DrawnItem>& items, std::vector<int>& todo, const RewriteWatch& watch) {
-      items_ ? items_->keep_touched(items, todo, watch) : rows_.keep_touched(items, todo, watch);
-    }
-
-    void copy(const std::vector<DrawnItem>& items, Part& part, const BatchPointers& out) {
-      if (!items_) return rows_.gather(items, part.todo, out);
-      items_->gather(items, part.todo, out);
-      part.touched = items_->touched();
-    }
-
-   private:
-    RowGather rows_;
-    std::optional<ItemGather> items_;
-  };
-
   // What a draw has taken without replacement, from a queue, or of the draws that an item has. Unless it is kept it
   // can be drawn again.
   class TakenItems {
@@ -283,8 +240,8 @@ class BatchSampler {
     if (rules.groups || !oldest_.lacks_items(n, rules)) return at_least;
     const std::vector<DrawnItem> items = oldest_.look_ahead(n);
     std::vector<int> all = numbers_below(items.size());
-    values_->measure(items, all);
-    const auto [within, lacks] = values_->within(*budget_, items.size());
+    copier_.values().measure(items, all);
+    const auto [within, lacks] = copier_.values().within(*budget_, items.size());
     budget_lacks_ = lacks;
     return lacks || !within ? at_least : static_cast<int>(within);
   }
@@ -344,10 +301,7 @@ class BatchSampler {
     const uint64_t head = memory_.header().head.load(std::memory_order_acquire);
     Absorber absorber(memory_);
     for (int i : drawing_.todo) absorber.resync(drawing_.items[i].slot, head);
-    for (const auto& part : parts_)
-      for (uint64_t slot : part.touched) absorber.resync(slot, head);
-    if (values_)
-      for (uint64_t slot : values_->touched()) absorber.resync(slot, head);
+    copier_.each_failed_slot([&](uint64_t slot) { absorber.resync(slot, head); });
     if (!plan_) return;
     ItemGather look(memory_, *plan_);
     for (int i : drawing_.todo) {
@@ -441,7 +395,7 @@ class BatchSampler {
   // All items can be drawn again. If the lock is another's, who may be stopped: in the next epoch; of a queue, and
   // where draws are counted, as soon as this process has the lock.
   void give_back() {
-    const std::vector<int64_t> keys = keys_from(0);
+    const std::vector<int64_t> keys = drawing_.keys_from(0);
     const Undisturbed here;
     try {
       const SegmentLock lock(memory_, {.deadline = 0});
@@ -459,60 +413,25 @@ class BatchSampler {
     if (keeps_epochs_) due_.give_back(keys);
   }
 
-  std::vector<int64_t> keys_from(size_t first) const {
-    std::vector<int64_t> keys(drawing_.items.size() - first);
-    std::ranges::transform(drawing_.items.begin() + static_cast<ptrdiff_t>(first), drawing_.items.end(), keys.begin(),
-                           &DrawnItem::key);
-    return keys;
-  }
-
   // The draws of the items that could not be copied did not happen. Others may be drawn for them, or none.
   void give_back_failed() {
-    counts_.give_back(keys_of_todo());
+    counts_.give_back(drawing_.keys_of(drawing_.todo));
     failed_are_back_ = true;
   }
 
   // The keys of the items whose draws count.
   std::vector<int64_t> counted_keys() const {
-    std::vector<int64_t> keys;
-    size_t failed = 0;
-    for (int i = 0; i < count(); i++)
-      if (failed_are_back_ && failed < drawing_.todo.size() && drawing_.todo[failed] == i)
-        failed++;
-      else
-        keys.push_back(drawing_.items[i].key());
-    return keys;
-  }
-
-  std::vector<int64_t> keys_of_todo() const {
-    std::vector<int64_t> keys(drawing_.todo.size());
-    std::ranges::transform(drawing_.todo, keys.begin(), [&](int i) { return drawing_.items[i].key(); });
-    return keys;
-  }
-
-  bool has_values(const BatchPointers& out) const { return values_ && out.ragged; }
-
-  // Finds the values of any length of the items in drawing_.todo. Returns those that are not what was drawn.
-  std::vector<int> measure(const RewriteWatch& watch, const Patience& patience) {
-    std::vector<int> lost = drawing_.todo;
-    values_->measure(drawing_.items, lost);
-    if (!lost.empty() && watch.any()) {  // a row that is being rewritten is there; nobody rewrites under the lock
-      TORCHREPLAY_FAULT("draw.measures_again");
-      const SegmentLock lock(memory_, patience);
-      values_->measure(drawing_.items, lost);
-    }
-    TORCHREPLAY_FAULT("draw.measured");
-    return lost;
+    return failed_are_back_ ? drawing_.keys_of(drawing_.done()) : drawing_.keys_from(0);
   }
 
   // Ends the batch where its budget does. The items beyond were not drawn: they are in their places again, and writers
   // are admitted for the others only.
   void keep_within(std::vector<int>& lost, CountedDraw& counted, const Patience& patience) {
-    const size_t end = values_->within(*budget_, drawing_.items.size()).items;
+    const size_t end = copier_.values().within(*budget_, drawing_.items.size()).items;
     const bool shorter = end < drawing_.items.size();
     {
       const SegmentLock lock(memory_, patience);
-      if (shorter) give_back(keys_from(end), keys_from(end));
+      if (shorter) give_back(drawing_.keys_from(end), drawing_.keys_from(end));
       TORCHREPLAY_FAULT("draw.left_out");
       drawing_.items.resize(end);
       counted.recount(end);
@@ -522,85 +441,6 @@ class BatchSampler {
     std::erase_if(drawing_.todo, is_out);
     std::erase_if(lost, is_out);
     if (is_queue_ && shorter) futex_signal(memory_.header().rows_signal);  // others may have found too few
-  }
-
-  // Gets memory for the values of any length, and copies those of the items in drawing_.todo. Of these it moves to
-  // `lost` what was overwritten since it was measured.
-  void copy_values(std::vector<int>& lost, const BatchPointers& out) {
-    std::vector<int>& todo = drawing_.todo;
-    values_->arrange(drawing_.items.size(), todo, *out.ragged);
-    TORCHREPLAY_FAULT("draw.arranged");
-    remove(todo, lost);
-    std::vector<int> failed = todo;
-    values_->copy(failed, *out.ragged, out.bytes, threads_);
-    TORCHREPLAY_FAULT("draw.values");
-    remove(todo, failed);
-    add(lost, failed);
-  }
-
-  // Of ascending numbers.
-  static void remove(std::vector<int>& from, const std::vector<int>& some) {
-    if (some.empty()) return;
-    std::erase_if(from, [&](int i) { return std::ranges::binary_search(some, i); });
-  }
-  static void add(std::vector<int>& to, const std::vector<int>& some) {
-    if (some.empty()) return;
-    to.insert(to.end(), some.begin(), some.end());
-    std::ranges::sort(to);
-    to.erase(std::ranges::unique(to).begin(), to.end());
-  }
-
-  // Copies the items of drawing_.todo, and leaves there those that were not what was drawn. Without their values of any
-  // length.
-  void copy(const BatchPointers& out) {
-    const int count = static_cast<int>(drawing_.todo.size());
-    const int parts = parts_of(count, out.bytes);
-    const int threads = std::min(threads_, parts);
-    parts_.resize(static_cast<size_t>(parts));
-    copiers_.resize(std::max(copiers_.size(), static_cast<size_t>(threads)));
-    for (int p = 0; p < parts; p++)
-      parts_[p].todo.assign(drawing_.todo.begin() + count * int64_t{p} / parts,
-                            drawing_.todo.begin() + count * (int64_t{p} + 1) / parts);
-    ThreadPool::instance().run(threads, parts, [&](int worker, int p) {
-      auto& copier = copiers_[worker];
-      if (!copier) copier.emplace(memory_, plan_);
-      copier->copy(drawing_.items, parts_[p], out);
-    });
-    drawing_.todo.clear();
-    for (const Part& part : parts_) drawing_.todo.insert(drawing_.todo.end(), part.todo.begin(), part.todo.end());
-  }
-
-  // If rows were rewritten since `watch` looked, copies again the items that hold some of them, or that failed. Nobody
-  // rewrites under the lock, so all that was copied is of one moment: a row in two items is the same in both.
-  void copy_rewritten(RewriteWatch& watch, const BatchPointers& out, const Patience& patience) {
-    if (!watch.any() || (drawing_.todo.empty() && touched(watch).empty())) return;
-    TORCHREPLAY_FAULT("draw.rewritten");
-    const SegmentLock lock(memory_, patience);
-    const std::vector<int> again = touched(watch);
-    drawing_.todo.insert(drawing_.todo.end(), again.begin(), again.end());
-    std::ranges::sort(drawing_.todo);
-    copy(out);
-    watch = RewriteWatch(memory_.header());
-    TORCHREPLAY_FAULT("draw.copied_again");
-  }
-
-  // Of the items that were copied those that hold a row which was rewritten, or is gone by now.
-  std::vector<int> touched(const RewriteWatch& watch) {
-    std::vector<int> copied;
-    size_t failed = 0;
-    for (int i = 0; i < static_cast<int>(drawing_.items.size()); i++)
-      if (failed < drawing_.todo.size() && drawing_.todo[failed] == i)
-        failed++;
-      else
-        copied.push_back(i);
-    if (auto& copier = copiers_[0])
-      copier->keep_touched(drawing_.items, copied, watch);  // the first is there from the start
-    return copied;
-  }
-
-  int parts_of(int count, uint64_t bytes) const {
-    if (threads_ == 1 || bytes < 2 * kPartBytes) return 1;
-    return static_cast<int>(std::clamp<uint64_t>(bytes / kPartBytes, 1, std::max(1, count / kPartItems)));
   }
 
   void finish(int n, double beta, const BatchPointers& out) const {
@@ -613,6 +453,7 @@ class BatchSampler {
   SegmentMemory& memory_;
   const ItemPlan* plan_;
   Drawing drawing_;
+  BatchCopier copier_;
   DueItems due_;
   OldestItems oldest_;
   DrawCounts counts_;
@@ -621,10 +462,6 @@ class BatchSampler {
   bool failed_are_back_ = false;                  // those of todo
   const std::vector<int64_t>* budget_ = nullptr;  // of the draw that is under way; nullptr: it has none
   uint64_t budget_lacks_ = 0;                     // items, at the last look
-  int threads_ = 1;
-  std::unique_ptr<RaggedGather> values_;        // where batches have ragged fields
-  std::vector<std::optional<Copier>> copiers_;  // of each thread
-  std::vector<Part> parts_;
   uint64_t pending_ = 0;
   DrawnFrom drawn_from_;
 };

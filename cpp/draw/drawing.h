@@ -1,8 +1,12 @@
 // What a draw works on: the items of its batch, which of them are still to be drawn or copied, and its random words.
 #pragma once
 
+#include <algorithm>
+#include <functional>
+#include <iterator>
 #include <limits>
 #include <numeric>
+#include <ranges>
 #include <utility>
 #include <vector>
 
@@ -46,6 +50,27 @@ class Drawing {
   void begin(size_t n) {
     items.resize(n);
     todo = numbers_below(n);
+  }
+
+  // Numbers of the items that are not in todo.
+  std::vector<int> done() const {
+    std::vector<int> numbers;
+    std::ranges::set_difference(std::views::iota(0, static_cast<int>(items.size())), todo, std::back_inserter(numbers));
+    return numbers;
+  }
+
+  // The keys of the items of these numbers.
+  std::vector<int64_t> keys_of(const std::vector<int>& numbers) const {
+    std::vector<int64_t> keys(numbers.size());
+    std::ranges::transform(numbers, keys.begin(), [&](int i) { return items[i].key(); });
+    return keys;
+  }
+  // And those of all from the `first` on.
+  std::vector<int64_t> keys_from(size_t first) const {
+    std::vector<int64_t> keys(items.size() - first);
+    std::transform(items.begin() + static_cast<ptrdiff_t>(first), items.end(), keys.begin(),
+                   std::mem_fn(&DrawnItem::key));
+    return keys;
   }
 
   // Words for all of todo.

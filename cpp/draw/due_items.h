@@ -45,7 +45,7 @@ class DueItems {
     // What a budget leaves out of a batch is still due. So its batches end with epochs, too.
     const bool bounded = rules.last_epoch != kNever || drawing_.shuffles;
     const auto left = [&] { return epochs_.ended() > rules.last_epoch ? 0 : epochs_.due(); };
-    if (round) give_back_failed();
+    if (round) give_back(drawing_.keys_of(drawing_.todo));  // of what could not be copied, what is there is due
     fresh_ = drawing_.todo;
     if (left() < fresh_.size()) {
       const bool empty = fresh_.size() == drawing_.items.size();  // no item of it is there yet
@@ -148,13 +148,6 @@ class DueItems {
     }
     epochs_.take(drawing_.index.data(), static_cast<int>(many));
     if (DrawCounts::are_kept(memory_.header())) counts_.take(drawing_.index);  // one draw is left of each that is due
-  }
-
-  // The items of todo could not be copied. Those that are there still are due.
-  void give_back_failed() {
-    std::vector<int64_t> keys(drawing_.todo.size());
-    std::ranges::transform(drawing_.todo, keys.begin(), [&](int i) { return drawing_.items[i].key(); });
-    give_back(keys);
   }
 
   SegmentMemory& memory_;

@@ -60,9 +60,7 @@ class OldestItems {
   void drop_failed(const DrawRules& rules) {
     const uint32_t own = memory_.presence();
     if (rules.groups) {
-      std::vector<int64_t> keys(drawing_.items.size());
-      std::ranges::transform(drawing_.items, keys.begin(), &DrawnItem::key);
-      give_back(keys);
+      give_back(drawing_.keys_from(0));
       drawing_.items.clear();
     }
     std::erase_if(drawing_.items, [&](const DrawnItem& item) {

@@ -1,13 +1,13 @@
 """`compat.trl`: the calls that TRL 1.16 makes of a rollout worker's `rollout_buffer`.
 
-TRL needs transformers, accelerate and datasets, so its own dataclass is not imported. `Sample` has the names and types
+TRL needs transformers, accelerate and datasets, so its own dataclass is not imported. `Sample` has the names
 that TRL's `RolloutSample` has.
 """
 
 import multiprocessing
 import queue
 import time
-from dataclasses import dataclass, fields
+from dataclasses import fields, make_dataclass
 
 import numpy as np
 import pytest
@@ -15,19 +15,9 @@ import pytest
 import torchreplay as tr
 from torchreplay.compat.trl import SPEC, RolloutQueue, RolloutSample
 
-
-@dataclass(slots=True)
-class Sample:
-    prompt: list
-    completion: list
-    input_ids: np.ndarray
-    completion_mask: np.ndarray
-    old_log_probs: np.ndarray
-    advantage: float
-    model_version: int
-    group_id: int
-    metrics: dict
-    enqueued_at: float | None = None
+NAMES = ("prompt", "completion", "input_ids", "completion_mask", "old_log_probs", "advantage", "model_version")
+NAMES += ("group_id", "metrics")
+Sample = make_dataclass("Sample", [*NAMES, ("enqueued_at", float | None, None)], slots=True)
 
 
 def sample(number, kind=Sample, **others):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import torchreplay as tr
 from torchreplay.cuda.packing import DRAWN, Packing, batch_of
-from torchreplay.loading import dataset as dataset_module
+from torchreplay.loading import destination
 from torchreplay.schema.spec import ELEMENTS, flatten
 
 SPARE = 3
@@ -538,7 +538,7 @@ def test_pinning_is_by_default_staging_for_cuda_and_nothing_elsewhere():
 
 @pytest.mark.usefixtures("two_devices")
 def test_a_loaders_worker_is_refused_a_cuda_device(monkeypatch):
-    monkeypatch.setattr(dataset_module, "get_worker_info", lambda: SimpleNamespace(id=0, num_workers=1))
+    monkeypatch.setattr(destination, "get_worker_info", lambda: SimpleNamespace(id=0, num_workers=1))
     with pytest.raises(RuntimeError, match=r"in a worker of a DataLoader: .* Leave num_workers at 0"):
         next(iter(tr.ReplayDataset(filled_buffer(), BATCH, device="cuda")))
     with pytest.raises(RuntimeError, match=r"MixedDataset\(device='cuda'\) in a worker of a DataLoader"):

@@ -43,6 +43,19 @@ def negated(batch):
     return batch | {"x": -batch["x"]}
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_of_workers_are_within_the_budget_of_their_dataset(workers):
+    spec = SPEC | {"tokens": tr.Ragged("int32")}
+    with tr.ReplayBuffer(spec, 64, sampler=tr.Fifo(), ragged_bytes=1 << 14) as buffer:
+        with buffer.writer() as writer:
+            for number in range(12):
+                writer.append(x=number, tokens=[number] * 10)
+        dataset = tr.ReplayDataset(buffer, 6, 3, budget={"tokens": 40})
+        batches = list(tr.QueueLoader(dataset, workers))
+        assert [batch.lengths("tokens").tolist() for batch in batches] == [[10] * 4] * 3
+        assert sorted(number for batch in batches for number in values(batch)) == list(range(12))
+
+
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("commit", ["next", "manual"])
 def test_every_item_comes_once_transformed_by_a_worker(workers, commit):

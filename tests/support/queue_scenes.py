@@ -12,6 +12,17 @@ from scene import Scene
 import torchreplay as tr
 
 
+def work_beside(start, work, stopped, point):
+    """Starts the process in question beside one that is stopped at a point, and goes on afterwards."""
+    with faulty(stopped, faults=[Fault(point, stop=True)]) as late:
+        assert await_stop(late)
+        with start(work) as process:
+            status = process.wait()
+        late.signal(signal.SIGCONT)
+        assert late.wait() == 0
+    return status
+
+
 class Admitted(Scene):
     """A process begins items and writes some, waits for its turn, draws, and publishes. Another has died in that."""
 
@@ -313,14 +324,7 @@ class StoppedWriter(Scene):
         self.buffer.commit()
 
     def perform(self, start):
-        fault = Fault("append.copied", stop=True)
-        with faulty(self.write_late, faults=[fault]) as late:
-            assert await_stop(late)
-            with start(self.work) as process:
-                status = process.wait()
-            late.signal(signal.SIGCONT)
-            assert late.wait() == 0
-        return status
+        return work_beside(start, self.work, self.write_late, "append.copied")
 
     def check(self):
         while self.buffer.num_items:
@@ -391,13 +395,7 @@ class LongValues(Scene):
             for body, *args in ((self.write, 4), (self.turn,)):
                 with faulty(body, *args, faults=[Fault(point)]) as dead:
                     assert dead.wait() == DIED
-        with faulty(self.turn, faults=[Fault("append.busy", stop=True)]) as late:
-            assert await_stop(late)
-            with start(self.work) as process:
-                status = process.wait()
-            late.signal(signal.SIGCONT)
-            assert late.wait() == 0
-        return status
+        return work_beside(start, self.work, self.turn, "append.busy")
 
     def check(self):
         for _ in range(self.ROWS):

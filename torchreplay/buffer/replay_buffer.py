@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Self, TypeVar
 
-import numpy as np
 import torch
 
 from torchreplay import _C
@@ -18,7 +17,7 @@ from torchreplay.buffer.base import Replay, WritableReplay
 from torchreplay.buffer.creation import attached_segment, copy_rows, new_segment
 from torchreplay.buffer.held_rows import HeldRows
 from torchreplay.buffer.inspection import smallest_priority
-from torchreplay.buffer.local_sampler import LocalSampler, Missing
+from torchreplay.buffer.local_sampler import Limits, LocalSampler, Missing
 from torchreplay.buffer.local_source import LocalSource
 from torchreplay.buffer.notices import warn_of_ignored
 from torchreplay.buffer.queue import Queue
@@ -27,12 +26,12 @@ from torchreplay.buffer.writer import Autoreset, Writer, streams_of
 from torchreplay.checkpoint.archive import is_file, opened_archive, save_archive
 from torchreplay.checkpoint.buffer_checkpoint import load_rows, reading_rooms, save
 from torchreplay.checkpoint.description import Description, with_rows
-from torchreplay.errors import AttachError, CheckpointError, ReplayTimeout, Stopped
+from torchreplay.errors import AttachError, CheckpointError
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.casting import cast_values
 from torchreplay.schema.config import Config
 from torchreplay.schema.hindsight import Hindsight
-from torchreplay.schema.limiters import LIMITERS, Admission, Limiter, MinSize, from_native
+from torchreplay.schema.limiters import LIMITERS, Limiter, MinSize, from_native
 from torchreplay.schema.samplers import MOST_VERSIONS, Fifo, Sampler, Schedule, ignores_td
 from torchreplay.schema.spec import Spec
 from torchreplay.schema.views import View
@@ -40,7 +39,7 @@ from torchreplay.segment.delivery_log import DeliveryLog
 from torchreplay.segment.handle import Handle, lasting_handle, open_handle
 from torchreplay.segment.ray_node import RemoteKind, is_elsewhere
 from torchreplay.segment.segment_file import open_file
-from torchreplay.segment.waits import LOG_EVERY, NEVER, Wait, logger
+from torchreplay.segment.waits import NEVER, Wait, logger
 from torchreplay.segment.writer_lease import WriterLease
 from torchreplay.validation import checked_instance, checked_int, checked_kind, checked_path
 
@@ -419,44 +418,27 @@ class ReplayBuffer(HeldRows, Queue, Replay):
         """
         if out is not None:
             checked_instance("out", out, ReplayBatch, "torchreplay.ReplayBatch")
+        into: ReplayBatch | Limits | None = out
         if budget is not None:
-            return self._sample_within(budget, batch_size, beta, timeout, out, device, at_least)
+            budget = self._sampler.checked_budget(budget)
+            if out is not None:
+                raise ValueError(
+                    "out and budget: batches that are each of another size need memory of their own; drop out="
+                )
+            into = self._sampler.limits(budget)
         if self._is_queue or at_least is not None:
-            return self._sample_queue(batch_size, beta, timeout, out, device, at_least)
-        batch = self._sampler.draw(batch_size, beta, timeout, Wait, out)
-        if batch_size > self._enough:
-            self._look_for_copies(batch_size)
+            batch = self._sample_queue(batch_size, beta, timeout, into, device, at_least)
+        else:
+            batch = self._sampler.draw(batch_size, beta, timeout, Wait, into)
+            if batch_size > self._enough:
+                self._look_for_copies(batch_size)
+        if budget is not None:
+            self._sampler.warn_of_budget(budget, batch)
         return batch if device is None else batch.to(device)
 
     def _look_for_copies(self, batch_size: int) -> None:
         left = self.num_items  # without those that this batch has used up
         self._enough = self._sampler.warn_of_copies(batch_size, batch_size if self.sampler.max_draws else left)
-
-    def _sample_within(
-        self,
-        budget: Mapping[str, int],
-        batch_size: int,
-        beta: Schedule | None,
-        timeout: float | None,
-        out: ReplayBatch | None,
-        device: Any,
-        at_least: int | None,
-    ) -> ReplayBatch:
-        """Does what `sample` does with a budget."""
-        checked = self._sampler.checked_budget(budget)
-        if out is not None:
-            raise ValueError(
-                "out and budget: batches that are each of another size need memory of their own; drop out="
-            )
-        limits = self._sampler.limits(checked)
-        if self._is_queue or at_least is not None:
-            batch = self._sample_queue(batch_size, beta, timeout, limits, device, at_least)
-        else:
-            batch = self._sampler.draw(batch_size, beta, timeout, Wait, limits)
-            if batch_size > self._enough:
-                self._look_for_copies(batch_size)
-        self._sampler.warn_of_budget(checked, batch)
-        return batch if device is None else batch.to(device)
 
     def gather(self, keys: Any, missing: Missing = "drop") -> ReplayBatch:
         """Returns the items anchored at given rows.
@@ -580,12 +562,7 @@ class ReplayBuffer(HeldRows, Queue, Replay):
     def limiter(self, limiter: Limiter | None) -> None:
         default: Limiter = MinSize()
         limiter = checked_kind("limiter", limiter, default, LIMITERS)
-        if isinstance(limiter, Admission) != isinstance(self._config.limiter, Admission):
-            raise ValueError(
-                f"limiter is {limiter}, and {self._config.called} was made with {self._config.limiter}: whether its "
-                f"writers have to be admitted is decided when it is made"
-            )
-        self._config.require_fits(limiter)
+        self._config.require_replaces(limiter)
         self._segment.set_limiter(limiter.native())
 
     @property
@@ -893,20 +870,3 @@ def attached_here(kind: type[Buffer], handle: Handle, view: View | None = None) 
 def attached(kind: type[ReplayBuffer], *given: Any) -> WritableReplay:
     """Returns `kind.attach(*given)`. Pickles name it: cloudpickle, and so Ray, writes a method out as its code."""
     return kind.attach(*given)
-
-
-def _astype(array: Any, dtype: str) -> Any:
-    """Returns `array` in another dtype; raises FloatingPointError where a finite number becomes infinite."""
-    with np.errstate(over="raise"):
-        return array.astype(dtype)
-
-
-# By way of NumPy, which makes float64 of Python floats.
-_C.init_arrays(
-    torch.Tensor,
-    lambda values: torch.as_tensor(np.asarray(values), device="cpu"),
-    torch.get_num_threads,
-    np.ndarray,
-    _astype,
-)
-_C.init_waits(ReplayTimeout, Stopped, logger.warning, LOG_EVERY)

@@ -18,7 +18,8 @@ from torchreplay.lightning.checkpoint_io import finish_saves
 from torchreplay.lightning.compat import LightningDataModule
 from torchreplay.lightning.fetching import take_in_turn
 from torchreplay.lightning.stopping import end_fit, refuse_epoch, stopped_among_ranks
-from torchreplay.loading.dataset import ReplayDataset, require_device, require_pin
+from torchreplay.loading.dataset import ReplayDataset
+from torchreplay.loading.destination import require_device, require_pin
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.validation import checked_int, checked_timeout
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._pytree import tree_leaves
 
-from torchreplay.loading.dataset import SteppedDataset, tell_loop
+from torchreplay.loading.stepped_dataset import SteppedDataset, tell_loop
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

@@ -6,71 +6,22 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import get_worker_info
 
-from torchreplay.buffer.base import MAX_BATCH, PINS, Batches, Pin, Replay, StreamSpec, source_of
-from torchreplay.buffer.prefetch import DRAWN_FIELDS, DRAWS
+from torchreplay.buffer.base import MAX_BATCH, Batches, Pin, Replay, StreamSpec, source_of
 from torchreplay.buffer.tree_summary import TreeSummary
-from torchreplay.cuda.copies import require_devices
 from torchreplay.cuda.staging import Staging
 from torchreplay.errors import ReplayLost, Stopped
+from torchreplay.loading.destination import refuse_worker, require_device, require_pin
+from torchreplay.loading.saved_place import SavedPlace
+from torchreplay.loading.stepped_dataset import SteppedDataset
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.samplers import Fifo, counts_draws, keeps_epochs
-from torchreplay.segment.transient import Transient
 from torchreplay.segment.waits import ShownWait, Wait
-from torchreplay.validation import as_numbers, checked_choice, checked_int, checked_timeout
-
-T_co = TypeVar("T_co", covariant=True)
-
-
-class Loop(Protocol):
-    """Who takes the batches of an iteration, where a dataset must know of more than a `for`."""
-
-    def begin(self) -> None:
-        """Called when an iteration begins, before a batch is asked for."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the iteration will not be asked for another batch, however many it has."""
-
-
-class SteppedDataset(Transient, IterableDataset[T_co]):
-    """A stream of ready batches that is infinite or `steps` long."""
-
-    steps: int | None
-    _loop: Loop | None = None
-
-    def __len__(self) -> int:
-        """Returns `steps`.
-
-        Raises:
-            TypeError: If the stream is endless; this is how loaders learn that there is no length.
-        """
-        if self.steps is None:
-            raise TypeError(f"this {type(self).__name__} is endless and has no length; give it steps=... to get one")
-        return self.steps
-
-    def __bool__(self) -> bool:
-        return True  # otherwise truth would ask for the length, which an endless stream does not have
-
-    def _taken_by(self, loop: Loop) -> None:
-        """Says whose iterations those of this process are from here on."""
-        self._loop = loop
-
-    def _begin(self) -> None:
-        if self._loop is not None:
-            self._loop.begin()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_loop": None}  # it is of this process
-
-
-def tell_loop(dataset: SteppedDataset[Any], loop: Loop) -> None:
-    """Says whose iterations those of `dataset` are in this process from here on."""
-    dataset._taken_by(loop)
+from torchreplay.validation import checked_int, checked_timeout
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -396,34 +347,21 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             >>> len(list(resumed))
             9
         """
-        given: Any = state_dict
-        names = ["draws", "position", "drawn"] + ([] if self.epochs is None else ["epochs_left"])
-        if not isinstance(given, dict) or set(given) - {"stream", "held", "drawn_by"} != set(names):
-            found = f"has the entries {sorted(map(str, given))}" if isinstance(given, dict) else f"is {given!r:.200}"
-            expected = f"{', '.join(map(repr, names[:-1]))} and {names[-1]!r}"
-            raise ValueError(f"state_dict {found}; a ReplayDataset's state has {expected}")
-        left = given.get("epochs_left")
-        left = None if left is None else checked_int("epochs_left", left, 0)
-        draws = checked_int("draws", state_dict["draws"], 0)
-        position = checked_int("position", state_dict["position"], 0)
-        if not isinstance(state_dict["drawn"], list | tuple):
-            raise ValueError(f"drawn is {state_dict['drawn']!r:.200}: expected a list of batches drawn ahead")
-        ahead = [_require_drawn(batch) for batch in state_dict["drawn"]]
-        held = None if state_dict.get("held") is None else _require_held(state_dict["held"])
+        saved = SavedPlace.of(state_dict, self.epochs is not None)
         self.end()  # or its draws ahead would block the next ones
-        source = source_of(self.buffer)
+        source, ahead = source_of(self.buffer), saved.drawn
         if source.drawn_here is not None:
             source.give_back(*self._here().drawn)
-            if given.get("drawn_by") == source.drawn_here:
+            if saved.drawn_by == source.drawn_here:
                 ahead = []  # nobody got it, and it is back or will be; or somebody did since
         drawn = deque(batch for batch in ahead if self._is_size(len(batch["key"])))
         source.give_back(*(batch for batch in ahead if not self._is_size(len(batch["key"]))))
-        if "stream" in state_dict and get_worker_info() is not None:
-            self.buffer.stream = checked_int("stream", state_dict["stream"], 0)
-        self.buffer.draws = draws + len(ahead)
-        if held is not None:
-            source.go_on_from([held])
-        self._iteration = Iteration(position, position, drawn, epochs_left=left)
+        if saved.stream is not None and get_worker_info() is not None:
+            self.buffer.stream = saved.stream
+        self.buffer.draws = saved.draws + len(ahead)
+        if saved.held is not None:
+            source.go_on_from([saved.held])
+        self._iteration = Iteration(saved.position, saved.position, drawn, epochs_left=saved.epochs_left)
 
     def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
         """Feeds TD errors back, as `buffer.update_priorities` does.
@@ -521,87 +459,3 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
                 )
             return self.steps
         return self.steps // worker.num_workers + (worker.id < self.steps % worker.num_workers)
-
-
-def refuse_worker(dataset: Any) -> None:
-    """Raises RuntimeError in a worker of a `DataLoader`, where a dataset with a CUDA device has no place."""
-    if get_worker_info() is not None:
-        raise RuntimeError(
-            f"{type(dataset).__name__}(device={str(dataset.device)!r}) in a worker of a DataLoader: drawing and "
-            f"copying are native and need no worker. Leave num_workers at 0; or, where workers transform batches in "
-            f"Python, leave device out and move the batches in the main process, batch.to(device)"
-        )
-
-
-def _require_drawn(batch: Any) -> dict[str, Any]:
-    """Returns what a state says of a batch drawn ahead.
-
-    Raises:
-        ValueError: It is none.
-    """
-    names = {"step", *DRAWN_FIELDS}
-    if not isinstance(batch, dict) or set(batch) - {"drawn_from", DRAWS} != names:
-        raise ValueError(f"{batch!r} is no batch drawn ahead, which has {sorted(names)}")
-    dtypes = DRAWN_FIELDS | ({DRAWS: torch.int64} if DRAWS in batch else {})
-    fields = {name: as_numbers(name, batch[name], f"{dtype} [B]") for name, dtype in dtypes.items()}
-    for name, values in fields.items():
-        if values.dtype != dtypes[name] or values.shape != (fields["key"].numel(),):
-            raise ValueError(
-                f"{name!r} of a batch drawn ahead is {values.dtype} of shape {tuple(values.shape)}, expected "
-                f"{dtypes[name]} of shape ({fields['key'].numel()},)"
-            )
-    if "drawn_from" in batch:  # which states of before it was there lack
-        TreeSummary.of_state(batch["drawn_from"])
-        fields["drawn_from"] = batch["drawn_from"]
-    return {"step": checked_int("step", batch["step"], 0)} | fields
-
-
-def _require_held(held: Any) -> dict[str, Any]:
-    """Returns what a state says of items of a queue that were held.
-
-    Raises:
-        ValueError: It is none.
-    """
-    names = {"queue", "key", "draws"}
-    if not isinstance(held, dict) or set(held) != names:
-        raise ValueError(f"'held' of the state is {held!r:.200}: expected a dict with {sorted(names)}")
-    key, draws = (as_numbers(name, held[name], "int64 [n]") for name in ("key", "draws"))
-    if any(values.dtype != torch.int64 or values.dim() != 1 or len(values) != len(key) for values in (key, draws)):
-        raise ValueError(
-            f"'held' of the state has keys {key.dtype} {list(key.shape)} and draws {draws.dtype} {list(draws.shape)}: "
-            f"expected int64 of the same shape [n]"
-        )
-    return {"queue": checked_int("queue", held["queue"], 0), "key": key, "draws": draws}
-
-
-def require_device(device: Any) -> torch.device:
-    """Returns the device that `device` names.
-
-    Raises:
-        ValueError: If it names none, or a CUDA device that is not there.
-    """
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"device is {device!r}: expected a torch device, such as 'cpu' or 'cuda:0'") from error
-    if found.type == "cuda":
-        require_devices(found)
-    return found
-
-
-def require_pin(pin: Any, device: torch.device | None) -> Pin:
-    """Returns how batches reach `device`, where None stands for the best way.
-
-    Raises:
-        ValueError: It is none of the ways, or not one to this device.
-    """
-    to_cuda = device is not None and device.type == "cuda"
-    if pin is None:
-        return "staging" if to_cuda else "off"
-    checked_choice("pin", pin, PINS)
-    if pin != "off" and not to_cuda:
-        raise ValueError(
-            f"pin is {pin!r}, which page-locks memory for copies to a CUDA device, and device is {device}; give "
-            f"device='cuda', or leave pin out"
-        )
-    return pin  # type: ignore[no-any-return]  # one of PINS

@@ -13,9 +13,11 @@ import torch
 from torchreplay.buffer.base import MAX_BATCH, Pin, Replay, source_of
 from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.errors import ReplayTimeout, WouldBlockForever
-from torchreplay.loading.dataset import Loop, ReplayDataset, SteppedDataset, refuse_worker, require_device, require_pin
+from torchreplay.loading.dataset import ReplayDataset
+from torchreplay.loading.destination import refuse_worker, require_device, require_pin
 from torchreplay.loading.limiter_deadlock import LimiterDeadlockGuard
 from torchreplay.loading.mixture import Mixture, as_indices, checked_errors, require_issued
+from torchreplay.loading.stepped_dataset import Loop, SteppedDataset
 from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.samplers import Fifo
 from torchreplay.segment.waits import logger

@@ -136,7 +136,9 @@ class _ForTheLoop(ReplayDataset):
                 f"the dataset's device is {dataset.device}, and workers draw to the CPU: leave device out, and move "
                 f"batches in the loop, batch.to(device)"
             )
-        super().__init__(dataset.buffer, dataset.batch_size, dataset.steps, 0, timeout=dataset.timeout)
+        super().__init__(
+            dataset.buffer, dataset.batch_size, dataset.steps, 0, timeout=dataset.timeout, budget=dataset.budget
+        )
 
     def _batches(self) -> Iterator[ReplayBatch]:
         queue = source_of(self.buffer)

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import torch
 
+from torchreplay import _C
 from torchreplay.schema.spec import Column, Path, Ragged
 from torchreplay.validation import checked_choice
 
@@ -69,3 +70,19 @@ def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
         return torch.as_tensor(np.ascontiguousarray(array).reshape(array.shape), device="cpu").to(dtype)
     except (TypeError, ValueError):  # ragged lists, and dtypes that torch does not have
         return value
+
+
+def _astype(array: Any, dtype: str) -> Any:
+    """Returns `array` in another dtype; raises FloatingPointError where a finite number becomes infinite."""
+    with np.errstate(over="raise"):
+        return array.astype(dtype)
+
+
+# How the native core reads what users hand over. By way of NumPy, which makes float64 of Python floats.
+_C.init_arrays(
+    torch.Tensor,
+    lambda values: torch.as_tensor(np.asarray(values), device="cpu"),
+    torch.get_num_threads,
+    np.ndarray,
+    _astype,
+)

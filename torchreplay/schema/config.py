@@ -208,6 +208,15 @@ class Config:
                     f"of a step: a row that begins an episode has an observation and no step; leave like out"
                 )
 
+    def require_replaces(self, limiter: Limiter) -> None:
+        """Raises ValueError for a limiter that cannot take the place of the buffer's own."""
+        if isinstance(limiter, Admission) != isinstance(self.limiter, Admission):
+            raise ValueError(
+                f"limiter is {limiter}, and {self.called} was made with {self.limiter}: whether its writers have to be "
+                f"admitted is decided when it is made"
+            )
+        self.require_fits(limiter)
+
     def require_fits(self, limiter: Limiter) -> None:
         """Raises ValueError for a limiter that contradicts the sampler or the view."""
         if isinstance(limiter, Admission):

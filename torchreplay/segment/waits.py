@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
 
+from torchreplay import _C
 from torchreplay.errors import ReplayTimeout, Stopped, WouldBlockForever
 from torchreplay.segment.progress import LONG_AFTER, LiveLine
 from torchreplay.validation import checked_timeout
@@ -331,3 +332,6 @@ class ShownWait(Wait):
 
 def _ago(seconds: float) -> str:
     return "never" if seconds < 0 else f"{seconds:.1f} s ago"
+
+
+_C.init_waits(ReplayTimeout, Stopped, logger.warning, LOG_EVERY)  # as those of the native core end, and what they log

@@ -5,240 +5,26 @@ import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from forked import eventually
-from local_cluster import LocalActor, LocalCluster
 from local_shards import SPEC
+from three_shards import NODES, die, hand_out, write
 
 import torchreplay as tr
-from torchreplay.ray import ReplayLost, ShardedReplay
-from torchreplay.ray.sharded.coordinator import Coordinator
+from torchreplay.ray import ShardedReplay
 from torchreplay.ray.sharded.local_shard import LocalShard
 from torchreplay.ray.sharded.manifest import Counts, Manifest
-from torchreplay.ray.sharded.rate_limiter import Round
 from torchreplay.ray.sharded.reply_collector import ReplyCollector
 from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.ray.sharded.shard_client import ShardClient
 from torchreplay.ray.sharded.sharded_sampler import ShardedSampler
 from torchreplay.ray.sharded.stats import merged_histograms
-from torchreplay.ray.sharded.writing import Expectation, buffer_to_write_to, nodes_to_write_from
-from torchreplay.ray.workers.placement import OverShards
+from torchreplay.ray.sharded.writing import Expectation, buffer_to_write_to
 from torchreplay.schema.config import Config
 from torchreplay.segment.waits import Wait
-
-NODES = ["a", "b", "c"]
-
-
-@pytest.fixture
-def cluster(monkeypatch):
-    made = LocalCluster(monkeypatch, a=2, b=2, c=2)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def union(cluster, monkeypatch):
-    """Makes the shards, and returns the coordinator and a function that gives a process of some node its view."""
-    viewed = []
-
-    def make(limiter=None, nodes=NODES, anywhere=True):
-        config = Config.of(SPEC, 100, tr.Uniform(), None, limiter)
-        coordinator = Coordinator(config, [100] * len(nodes), list(nodes), anywhere, 1)
-        coordinator.open()
-        cluster.named["union"] = LocalActor(cluster, coordinator)
-
-        def view(node):
-            cluster.here = node
-            viewed.append(ShardClient("union"))
-            return viewed[-1]
-
-        return coordinator, view
-
-    yield make
-    for shards in viewed:
-        shards.local.release()
-
-
-def write(shards, count):
-    buffer_to_write_to(shards).extend(home=np.zeros(count, int), index=np.arange(count))
-
-
-def hand_out(limiter, n):
-    """Counts a batch of `n` items."""
-    limiter.begin(ahead := Round(n))
-    ahead.drawn = True
-    limiter.end(ahead)
-
-
-def die(coordinator, number):
-    """Kills a shard's actor; its memory goes with it, except where it is attached."""
-    actor = coordinator.table().entries[number].actor
-    actor.dead = True
-    actor.it._buffer.close()
-
-
-# Shards that are to come back.
-
-
-def test_a_node_whose_shard_is_tried_again_later_gets_one(cluster, union, caplog):
-    coordinator, view = union()
-    shards = view("a")
-    assert nodes_to_write_from(shards) == NODES
-    cluster.failures["b"] = MemoryError("too little memory is left")
-    with caplog.at_level(logging.ERROR, "torchreplay.ray"):
-        coordinator.lost(1, 0, 0, "killed")
-        assert "no shard can be made on node b" not in caplog.text
-        coordinator.table()
-        assert "no shard can be made on node b" in caplog.text
-    for _ in range(3):
-        assert coordinator.table().starting == ("b",)
-        assert nodes_to_write_from(shards) == NODES  # so that explorer k of a pool goes where it was
-    del cluster.alive["b"]
-    assert coordinator.table().starting == ()
-    assert nodes_to_write_from(shards) == ["a", "c"]
-
-
-def test_a_node_that_comes_in_the_place_of_a_lost_one_is_written_from(cluster, union):
-    coordinator, view = union()
-    shards = view("a")
-    del cluster.alive["b"]
-    coordinator.lost(1, 0, 0, "its node is gone")
-    assert nodes_to_write_from(shards) == ["a", "c"]
-    cluster.alive["d"] = {"CPU": 2.0}
-    assert nodes_to_write_from(shards) == ["a", "d", "c"]
-
-
-def test_a_writer_waits_for_the_shard_of_its_node_to_be_made_anew_and_learners_wait_for_it(cluster, union, monkeypatch):
-    monkeypatch.setattr("torchreplay.ray.sharded.coordinator.RETRY", 0.01)
-    monkeypatch.setattr("torchreplay.ray.sharded.coordinator.BELIEF", 5.0)
-    coordinator, view = union()
-    shards, learner = view("b"), view("a")
-    cluster.failures["b"] = MemoryError("too little memory is left")
-    die(coordinator, 1)
-    shards.lose(1, "killed")
-    coordinator._expecting.clear()  # as long after the loss
-    written = threading.Thread(target=write, args=(shards, 7))
-    written.start()
-    eventually(lambda: coordinator._slots[1].failures > 1)
-    learner.look()
-    assert learner.census(False)["supervisors"] == 1
-    assert written.is_alive()
-    cluster.failures.clear()
-    written.join(60)
-    assert not written.is_alive()
-    learner.exchange()
-    assert sum(figures.stats.size for figures in learner.figures.values()) == 7
-    assert learner.census(False)["supervisors"] == 0
-
-
-def test_a_writer_whose_shard_is_not_made_anew_for_long_says_so(cluster, union, monkeypatch):
-    monkeypatch.setattr("torchreplay.ray.sharded.writing.REMAKE_SECONDS", 0.2)
-    coordinator, view = union()
-    shards = view("b")
-    cluster.failures["b"] = MemoryError("too little memory is left")
-    coordinator.lost(1, 0, 0, "killed")
-    with pytest.raises(RuntimeError, match="shard of node b was lost, and could not be made anew for 0 s"):
-        buffer_to_write_to(shards)
-
-
-class Elsewhere:
-    """A shard of another node, as a process is about to write to it."""
-
-    def __init__(self, entry):
-        self.number, self.ending = entry.number, None
-
-    def connect(self):
-        """Finds it."""
-
-
-@pytest.fixture
-def elsewhere(monkeypatch):
-    monkeypatch.setattr("torchreplay.ray.sharded.remote_shard.RemoteShard", Elsewhere)
-    return Elsewhere
-
-
-def test_a_process_without_a_shard_writes_to_one_with_the_fewest_writers_and_keeps_to_it(union, elsewhere):
-    _, view = union()
-    with buffer_to_write_to(view("a")).writer(), buffer_to_write_to(view("b")).writer():
-        first = view("d")
-        assert [buffer_to_write_to(first).number for _ in range(3)] == [2, 2, 2]
-    assert buffer_to_write_to(first).number == 2  # where there are as many by now
-    # Of those that have as few they take one in turn: the shards get as many each, wherever the turns stand.
-    each = [buffer_to_write_to(view(f"node {process}")).number for process in range(9)]
-    assert sorted(each) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-
-
-def test_a_process_without_a_shard_goes_to_another_one_when_its_own_is_lost(cluster, union, elsewhere):
-    coordinator, view = union()
-    shards = view("d")
-    first = buffer_to_write_to(shards)
-    die(coordinator, first.number)
-    first.ending = ReplayLost("nobody draws what this writer writes")
-    cluster.failures = dict.fromkeys(NODES, MemoryError("too little memory is left"))
-    others = {0, 1, 2} - {first.number}
-    assert buffer_to_write_to(shards).number in others
-    assert set(coordinator.table().entries) == others  # everyone has heard of it
-
-
-def test_a_shard_that_goes_before_it_is_reached_is_left_out(union, elsewhere, monkeypatch):
-    coordinator, view = union()
-    tried = []
-
-    def connect(shard):
-        tried.append(shard.number)
-        if len(tried) == 1:
-            die(coordinator, shard.number)
-            raise tr.AttachError("the node is gone, and its memory with it")
-
-    monkeypatch.setattr(elsewhere, "connect", connect)
-    assert buffer_to_write_to(view("d")).number == tried[1] != tried[0]
-    assert tried[0] not in coordinator.table().entries
-
-
-def test_a_shard_that_cannot_be_reached_and_answers_is_an_error(union, elsewhere, monkeypatch):
-    def connect(shard):
-        raise tr.AttachError("the node is gone, and its memory with it")
-
-    monkeypatch.setattr(elsewhere, "connect", connect)
-    _, view = union(nodes=["a"])
-    with pytest.raises(tr.AttachError, match="the node is gone"):
-        buffer_to_write_to(view("d"))
-
-
-def test_a_stopped_buffer_is_told_from_a_lost_shard_by_who_writes_to_another_node(union, elsewhere):
-    coordinator, view = union()
-    shards = view("d")
-    shard = buffer_to_write_to(shards)
-    assert not shards.stopped
-    shard.ending = ReplayLost("its node is gone")
-    assert not shards.stopped
-    shard.ending = tr.Stopped("the replay buffer was stopped")
-    assert shards.stopped
-    coordinator.stop()
-    with pytest.raises(tr.Stopped):
-        buffer_to_write_to(shards)
-
-
-def test_where_no_node_is_left_nobody_can_write(cluster, union, elsewhere):
-    coordinator, view = union()
-    shards = view("d")
-    for number, node in enumerate(NODES):
-        del cluster.alive[node]
-        coordinator.lost(number, 0, 0, "its node is gone")
-    with pytest.raises(RuntimeError, match="no node of the ShardedReplay is alive"):
-        buffer_to_write_to(shards)
-
-
-def test_after_a_loss_writers_are_expected_for_a_while(union):
-    coordinator, view = union()
-    assert not view("a").table.expected
-    coordinator.lost(1, 0, 0, "killed")
-    assert view("a").table.expected
-
 
 # What was lost.
 
@@ -254,7 +40,7 @@ def test_what_is_lost_is_what_the_best_informed_process_knows(union, first):
     assert view("c").limiter.inserted == 900
 
 
-def test_a_learner_that_knows_more_of_a_lost_shard_tells_everyone(cluster, union):
+def test_a_learner_that_knows_more_of_a_lost_shard_tells_everyone(local_cluster, union):
     coordinator, view = union()
     learner, writer, stranger = view("a"), view("b"), view("c")
     write(writer, 40)
@@ -296,7 +82,7 @@ def test_a_process_that_only_wrote_knows_what_is_lost(union):
 # A shard that this process lets go of.
 
 
-def test_a_shard_that_a_process_has_let_go_of_is_not_lost(cluster):
+def test_a_shard_that_a_process_has_let_go_of_is_not_lost(local_cluster):
     shard = Shard(3, Config.of(SPEC, 100, tr.Uniform(), None, None), 1, None)
     shard.open()
     shard._buffer.extend(home=np.zeros(9, int), index=np.arange(9))
@@ -314,7 +100,7 @@ def test_a_shard_that_a_process_has_let_go_of_is_not_lost(cluster):
     again.close()
 
 
-def test_whether_it_was_stopped_is_told_while_another_thread_lets_go_of_the_shard(cluster):
+def test_whether_it_was_stopped_is_told_while_another_thread_lets_go_of_the_shard(local_cluster):
     with ShardedReplay(SPEC, 300) as replay:
         replay.extend(home=np.zeros(3, int), index=np.arange(3))
         replay._shards.local.shard.buffer.close()  # it has, just after this one had looked which it is
@@ -325,7 +111,7 @@ def test_whether_it_was_stopped_is_told_while_another_thread_lets_go_of_the_shar
 # Answers that one thread hears after another has heard later ones.
 
 
-def test_keys_of_a_batch_are_known_though_another_thread_hears_an_older_answer_afterwards(cluster, monkeypatch):
+def test_keys_of_a_batch_are_known_though_another_thread_hears_an_older_answer_afterwards(local_cluster, monkeypatch):
     with ShardedReplay(SPEC, 3000, sampler=tr.Prioritized()) as replay:
         replay.extend(home=np.zeros(3, int), index=np.arange(3))
         replay.sample(4)
@@ -361,18 +147,18 @@ def test_a_stop_that_was_heard_is_not_forgotten_for_an_older_answer(union):
 # The coordinator out of reach.
 
 
-def test_a_process_on_no_node_cannot_write_and_is_told_why(cluster, union):
+def test_a_process_on_no_node_cannot_write_and_is_told_why(local_cluster, union):
     _, view = union()
-    with pytest.raises(RuntimeError, match=r"a Ray Client, is on no node of the cluster.*Have a task"):
+    with pytest.raises(RuntimeError, match=r"a Ray Client, is on no node of the local_cluster.*Have a task"):
         buffer_to_write_to(view(""))
 
 
 class SilentDirectory:
     """The coordinator's actor while its process is stopped: no call of it is answered before `answers`."""
 
-    def __init__(self, cluster):
-        self._cluster, self.asked, self.answers = cluster, 0, 1 << 60
-        self._get, self._wait = cluster.get, cluster.wait
+    def __init__(self, local_cluster):
+        self._cluster, self.asked, self.answers = local_cluster, 0, 1 << 60
+        self._get, self._wait = local_cluster.get, local_cluster.wait
 
     def get(self, call, timeout=None):
         self.asked += 1
@@ -384,29 +170,29 @@ class SilentDirectory:
         return ([], list(calls)) if timeout == 0 else self._wait(calls, num_returns, timeout)
 
 
-def test_who_waits_for_a_coordinator_that_does_not_answer_is_told_its_name(cluster, union, monkeypatch, caplog):
+def test_who_waits_for_a_coordinator_that_does_not_answer_is_told_its_name(local_cluster, union, monkeypatch, caplog):
     _, view = union(tr.SamplesPerInsert(1.0, min_size=1, tolerance=1.0))
     shards = view("a")
     shards.limiter.report()
-    silent = SilentDirectory(cluster)
+    silent = SilentDirectory(local_cluster)
     silent.answers = 3
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "torchreplay.ray"):
-        patch.setattr(cluster, "get", silent.get)
+        patch.setattr(local_cluster, "get", silent.get)
         assert set(shards.look().entries) == {0, 1, 2}
     assert caplog.text.count("waiting for an answer from the coordinator of the ShardedReplay (Ray's actor union)") == 2
     assert shards.silence == ""
-    monkeypatch.setattr(cluster, "wait", silent.wait)
+    monkeypatch.setattr(local_cluster, "wait", silent.wait)
     monkeypatch.setattr("torchreplay.ray.sharded.shard_client.SILENT_AFTER", 0.2)
     draws = ShardedSampler(shards, Config.of(SPEC, 100, tr.Uniform(), None, None), 1, 1, None)
     with pytest.raises(tr.ReplayTimeout, match=r"0 items were inserted, .*the coordinator .*has not answered for"):
         draws.draw(8, None, Wait(shards, 1.0))
 
 
-def test_a_coordinator_that_ray_cannot_reach_for_a_moment_is_asked_again(cluster, union, monkeypatch):
+def test_a_coordinator_that_ray_cannot_reach_for_a_moment_is_asked_again(local_cluster, union, monkeypatch):
     _, view = union()
     shards = view("a")
     shards.exchange()
-    actor = cluster.named["union"]
+    actor = local_cluster.named["union"]
     actor.unreachable = 2
     assert set(shards.look().entries) == {0, 1, 2}
     actor.unreachable = 1
@@ -487,10 +273,10 @@ def test_an_answer_of_the_coordinator_that_comes_late_does_not_bring_back_what_i
     assert 1 not in shards.table.entries
 
 
-def test_an_announcement_is_repeated_after_ray_could_not_reach_the_coordinator(cluster, union, monkeypatch):
+def test_an_announcement_is_repeated_after_ray_could_not_reach_the_coordinator(local_cluster, union, monkeypatch):
     monkeypatch.setattr("torchreplay.ray.sharded.writing.REPEAT", 0.01)
     coordinator, view = union()
-    shards, actor = view("a"), cluster.named["union"]
+    shards, actor = view("a"), local_cluster.named["union"]
     with Expectation(shards.coordinator):
         actor.unreachable = 3
         eventually(lambda: actor.unreachable == 0)
@@ -563,41 +349,6 @@ def test_a_limit_that_ray_has_lost_on_its_way_is_sent_again_when_a_learner_looks
     monkeypatch.setattr("torchreplay.ray.sharded.coordinator.RESEND", 0.0)
     learner.look()
     assert actor.it._limit == (None if limiter == tr.MinSize() else 15)
-
-
-# Where explorers run.
-
-
-@pytest.mark.parametrize(("reserves", "expected"), [({}, [3, 3, 3]), ({"CPU": 0}, [3, 3, 3]), ({"CPU": 1}, [1, 6, 2])])
-def test_explorers_go_where_there_is_room_for_what_they_reserve(cluster, union, caplog, reserves, expected):
-    cluster.alive = {"a": {"CPU": 1.0}, "b": {"CPU": 14.0}, "c": {"CPU": 2.0}}
-    _, view = union()
-    place = OverShards([SimpleNamespace(_shards=view("a"))], reserves)
-    nodes = [place(index) for index in range(9)]
-    assert [nodes.count(node) for node in NODES] == expected
-    assert nodes[:3] == NODES
-    assert [place(index) for index in range(9)] == nodes
-    assert not caplog.text
-
-
-def test_explorers_of_buffers_that_share_no_node_go_where_the_first_one_has_shards(union):
-    _, view = union(nodes=["a", "b"])
-    first = SimpleNamespace(_shards=view("a"))
-    _, view = union(nodes=["c"])
-    second = SimpleNamespace(_shards=view("a"))
-    place = OverShards([first, second])
-    assert [place(index) for index in range(4)] == ["a", "b", "a", "b"]
-
-
-def test_explorers_that_find_no_room_are_told_of(cluster, union, caplog):
-    _, view = union()
-    place = OverShards([SimpleNamespace(_shards=view("a"))], {"CPU": 0.5, "GPU": 0})
-    assert [place(index) for index in range(12)].count("a") == 4
-    assert not caplog.text
-    assert place(12) in NODES
-    assert "room for 12 explorers" in caplog.text
-    with pytest.raises(RuntimeError, match=r"has what each explorer reserves, \{'CPU': 0.5, 'GPU': 1\}"):
-        OverShards(place.replays, {"CPU": 0.5, "GPU": 1})(0)
 
 
 # Histograms.
