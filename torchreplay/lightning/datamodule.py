@@ -37,7 +37,7 @@ class ReplayDataModule(LightningDataModule):
 
     Each batch is taken for the step that learns from it, where Lightning would take one ahead of an endless stream. So
     a run that resumes from a checkpoint, with the buffer as it was then, learns from the batches of one that was never
-    interrupted (`docs/persistence.md`).
+    interrupted (`docs/resuming.md`).
 
     With several processes on one machine (DDP, FSDP), rank 0 makes the buffer and starts the explorers. The other ranks
     attach to it. Each rank draws its own batches from the one buffer. When a rank dies or fails, `fit` ends on all of
