@@ -68,7 +68,7 @@
 /* A verdict has a name: it is what the verifier prints. */
 #define MUST(verdict, condition) verdict = (condition); assert(verdict)
 hidden byte copy_is_the_item, nobody_else_has_it, not_handed_out_again, what_is_held_stays, needed_row_stays;
-hidden byte no_slot_stays_busy, nothing_is_held, writers_go_on, every_item_is_delivered, no_room_is_lost, item_is_not_dropped;
+hidden byte no_slot_stays_busy, nothing_is_held, writers_go_on, every_item_is_delivered, no_room_is_lost, item_is_not_dropped, commit_is_whole;
 
 /* The ring. */
 byte head, ticket_limit = CAP;
@@ -89,6 +89,8 @@ byte prev[CAP], next[CAP];
 #endif
 byte place[CAP];                                         /* the ticket + 1 of a later turn that a row was kept for; older than the row: none */
 bit leaf[CAP], pending[CAP], owner_died;
+bit ending[CAP];                                         /* of the claim's word: its holder is done with it, if it is the ender */
+byte ender;                                              /* presence of who is done with what it has marked; 0: nobody */
 
 /* Who sleeps, and what wakes them: a row was committed. */
 byte quiet, releases = RELEASES;
@@ -103,6 +105,7 @@ byte sleeps[8];                                          /* until there is ROOM,
 /* Ghosts, and the end. */
 byte killed, gone, commits[17], owner[17];               /* by content */
 bit written[17];
+byte pair[2], had[2];                                    /* what a commit of two has begun with, and how often each was committed before */
 #define KILLED(who)  (killed >> (who) & 1)
 #define GONE(who)    (gone >> (who) & 1)
 
@@ -139,7 +142,7 @@ inline evict(slot) {
   claim[slot] = 0;
 #endif
   at[slot] = 0;
-  claim[slot] = 0
+  d_step { claim[slot] = 0; ending[slot] = 0 }
 }
 
 inline complete(anchor) {
@@ -424,6 +427,27 @@ inline finish_connect(slot) {
   atomic { w = 0; b = 0; ok = 0 }
 }
 
+/* claims.h. Whoever died while it let items go is done with all of them; before that, with none. */
+inline finish_ending() {
+  do
+  :: i < CAP ->
+     if
+     :: ending[i] && ender && HOLDER(claim[i]) == ender ->
+        if :: DRAWS(claim[i]) + 1 < MAXDRAWS -> leaf[i] = 1 :: else fi;
+        d_step { claim[i] = (claim[i] & 31) + 1; ending[i] = 0; commits[row[i]]++; owner[row[i]] = 0 }
+     :: ending[i] && !(ender && HOLDER(claim[i]) == ender) -> ending[i] = 0
+     :: else
+     fi;
+     i++
+  :: else -> break
+  od;
+  ender = 0;
+  d_step {
+    MUST(commit_is_whole, !pair[0] || commits[pair[0]] - had[0] == commits[pair[1]] - had[1]);
+    pair[0] = 0; pair[1] = 0; had[0] = 0; had[1] = 0
+  }
+}
+
 inline recover() {
 #if KEEPS
   i = 0;
@@ -446,6 +470,8 @@ inline recover() {
      od
   :: else
   fi;
+  i = 0;
+  finish_ending();
   i = 0;
   do
   :: i < CAP ->
@@ -655,29 +681,48 @@ inline copy() {
   k = 0
 }
 
-/* Done with the batch, or not. */
+/* Done with the batch, or not: with all of it, or, if it dies, with none. */
 inline let_go(draws) {
   ONE_STEP {
     dirty = TREE;
+    if
+    :: draws ->
+       d_step {
+         if
+         :: n == 2 -> pair[0] = what[0]; pair[1] = what[n - 1]; had[0] = commits[what[0]]; had[1] = commits[what[n - 1]]
+         :: else
+         fi
+       };
+#ifdef ENDFIRST
+       ender = PRESENCE(me);
+#endif
+#ifndef HALFCOMMIT
+       do :: k < n -> ending[SLOT(batch[k])] = 1; k++ :: else -> break od;
+       k = 0;
+       ender = PRESENCE(me)
+#endif
+    :: else
+    fi;
     do
     :: k < n ->
        i = SLOT(batch[k]);
        d_step { MUST(what_is_held_stays, at[i] == batch[k] && HOLDER(claim[i]) == PRESENCE(me)) };
 #ifdef TWOSTORES
-       claim[i] = claim[i] & 31;
+       d_step { claim[i] = claim[i] & 31; ending[i] = 0 };
        if :: DRAWS(claim[i]) + draws < MAXDRAWS -> leaf[i] = 1 :: else fi;
        d_step { claim[i] = claim[i] + draws; commits[what[k]] = commits[what[k]] + draws; owner[what[k]] = 0 };
 #else
        if :: DRAWS(claim[i]) + draws < MAXDRAWS -> leaf[i] = 1 :: else fi;
        d_step {
-         claim[i] = (claim[i] & 31) + draws;
+         claim[i] = (claim[i] & 31) + draws; ending[i] = 0;
          commits[what[k]] = commits[what[k]] + draws; owner[what[k]] = 0
        };
 #endif
        atomic { batch[k] = 0; what[k] = 0; k++; i = 0 }
     :: else -> break
     od;
-    atomic { k = 0; n = 0 };
+    atomic { k = 0; n = 0; pair[0] = 0; pair[1] = 0; had[0] = 0; had[1] = 0 };
+    ender = 0;
     dirty = CLEAN
   }
 }

@@ -89,6 +89,7 @@ ID_TAKEN = "SPAN=1 CAP=3 ROWS1=1 ROWS3=2 MAXT=7 WKILL=1 K=1 STAY=1"
 STOPS = "CAP=2 ROWS1=2 ROWS2=2 MAXT=6 STOPS=1"
 GOES_AT_ONCE = "SPAN=1 CAP=2 ROWS1=2 ROWS2=1 MAXT=6"
 STREAM_AND_LEARNER_DIES = f"SPAN=1 CAP=3 ROWS1=2 ROWS2=1 MAXT=5 {LEARNER_DIES}"
+TWOS = f"{TWO_TAKE} BATCH=2 {LEARNER_DIES}"
 QUEUE_RIGHT = {
     "one writer turns the ring": "CAP=2 ROWS1=3 MAXT=4",
     "a stream turns the ring": "SPAN=1 CAP=2 ROWS1=3 MAXT=5 STAY=1",
@@ -119,6 +120,8 @@ QUEUE_RIGHT = {
     "two writers, one is stopped in a row, a learner killed": f"CAP=2 ROWS1=1 ROWS2=1 MAXT=4 STOPS=1 {LEARNER_DIES}",
     "two streams, one is stopped in a row": "SPAN=1 CAP=4 ROWS1=2 ROWS2=3 MAXT=9 STOPS=1 STAY=1",
     "a stream, a learner killed, one that goes on": f"SPAN=1 CAP=2 ROWS1=3 MAXT=5 LEARNERS=2 {LEARNER_DIES}",
+    "a learner of twos killed, one that goes on": TWOS,
+    "both learners of twos killed, each item twice": f"{TWOS} K2=5 LAZY=1 MAXDRAWS=2",
 }
 QUEUE_NAIVE = {
     "FETCHADD": ("CAP=2 ROWS1=2 ROWS2=2 MAXT=6", "needed_row_stays"),
@@ -133,6 +136,8 @@ QUEUE_NAIVE = {
     "NOKEEP": (TWO_STREAMS, "writers_go_on"),
     "NOBUSY": (STOPS, "writers_go_on"),
     "NOWALK": ("SPAN=1 CAP=3 ROWS1=3 ROWS2=2 MAXT=9", "copy_is_the_item"),
+    "HALFCOMMIT": (TWOS, "commit_is_whole"),
+    "ENDFIRST": (TWOS, "commit_is_whole"),
     "HEADFIRST": (f"SPAN=1 CAP=3 ROWS1=2 ROWS2=2 MAXT=8 LEARNERS=2 {LEARNER_DIES}", "item_is_not_dropped"),
 }
 
