@@ -99,20 +99,23 @@ class Writer {
     const bool has_to_be_admitted = Admission::is_kept(h);
     if (has_to_be_admitted) require_admitted(n);
     pages_wanted_ = 0;
+    const uint64_t at_once = h.sampler.counts_dropped() ? rows_between_looks() : n;
     for (uint64_t written = 0;;) {
-      const uint64_t before = written;
+      const uint64_t before = written, end = std::min(n, written + at_once);
       Append outcome = Append::kLimited;
+      if (h.sampler.counts_dropped()) look_before_overwriting(end - written);
       if (!h.stopped.load(std::memory_order_acquire)) {
-        if (row_bytes_ * (n - written) + run_bytes > kUnlockedBytes) {
+        if (row_bytes_ * (end - written) + run_bytes > kUnlockedBytes) {
           const Unlocked others;
-          outcome = ring.append(n, rows, keys, written, fill);
+          outcome = ring.append(end, rows, keys, written, fill);
         } else {
-          outcome = ring.append(n, rows, keys, written, fill);
+          outcome = ring.append(end, rows, keys, written, fill);
         }
       }
       if (has_to_be_admitted) note_written(memory().participant(id), written - before);
       switch (outcome) {
         case Append::kDone:
+          if (written < n) break;
           return look_around(memory().participant(id), wait);
         case Append::kGated:
           if (draws_itself(memory()))
@@ -210,6 +213,8 @@ class Writer {
   }
 
  private:
+  // So long a writer waits for the lock that waits for nothing else.
+  static constexpr int64_t kLookNs = 10'000'000;
   // A stall that ended so long ago is another one.
   static constexpr int64_t kSameStallNs = 1'000'000'000;
 
@@ -278,6 +283,30 @@ class Writer {
     const Writer& writer_;
     Participant& entry_;
   };
+
+  // Values of any length may take a quarter of the pages each.
+  uint64_t rows_between_looks() const {
+    return memory().has_pages() ? 1 : std::max<uint64_t>(1, memory().capacity() / 4);
+  }
+
+  // Where writers overwrite what is still to be drawn: each looks at least once in half a turn of slots or of pages, or
+  // nobody could count what nobody saw. Behind a holder of the lock who may be stopped it goes on, though.
+  void look_before_overwriting(uint64_t n) {
+    SegmentMemory& m = memory();
+    const Header& h = m.header();
+    const auto page_head = [&] { return m.has_pages() ? h.page_head.load(std::memory_order_relaxed) : 0; };
+    if (h.head.load(std::memory_order_relaxed) + n <= look_at_ && page_head() <= look_at_page_) return;
+    {
+      const Unlocked others;
+      try {
+        SegmentLock(m, {.deadline = monotonic_ns() + kLookNs}).absorb();
+      } catch (const LockTimeout&) {
+      }
+    }
+    refuse_forked();
+    look_at_ = h.head.load(std::memory_order_relaxed) + std::max<uint64_t>(1, m.capacity() / 2);
+    look_at_page_ = page_head() + (m.has_pages() ? m.layout().pages.count / 2 : 0);
+  }
 
   // Sleeps for a slice while a learner that has fallen behind draws.
   void give_way() {
@@ -396,6 +425,7 @@ class Writer {
   Membership member_;
   bool linked_;
   uint64_t row_bytes_ = 0, pages_wanted_ = 0;
+  uint64_t look_at_ = 0, look_at_page_ = 0;  // the tickets of a row, and of a page, before which it looks again
   Lanes lanes_;
   std::vector<int64_t> keys_;
   uint64_t owner_ = 0;    // the thread that the episodes under way belong to

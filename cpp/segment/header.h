@@ -46,6 +46,8 @@ struct SamplerConfig {
   uint64_t max_age1 = 0;     // policy versions that an item may be behind the learner's, plus one; 0: any
 
   bool makes_writers_wait() const { return queue && !drop_oldest; }
+  // Whether what writers overwrite while it is still to be drawn counts.
+  bool counts_dropped() const { return queue && drop_oldest; }
 };
 
 // Reverb's rate limiter: at least min_size items, and min_diff <= inserted * ratio - sampled <= max_diff, where what

@@ -215,6 +215,43 @@ def test_the_oldest_are_dropped_and_counted():
         assert values(buffer.sample(20, at_least=1)) == list(range(50, 60))
 
 
+@pytest.mark.parametrize("capacity", [1, 2, 10, 1000])
+@pytest.mark.parametrize("rows", ["one by one", "in a call", "in calls"])
+def test_items_that_are_overwritten_before_anybody_looks_are_counted(capacity, rows):
+    with queue(capacity, when_full="drop_oldest") as buffer:
+        n = 7 * capacity // 2
+        if rows == "one by one":
+            with buffer.writer() as writer:
+                for number in range(n):
+                    writer.append(x=number)
+        else:
+            for part in np.array_split(np.arange(n), 1 if rows == "in a call" else 5):
+                buffer.extend(x=part)
+        stats = buffer.stats()
+        assert (stats.inserted, stats.dropped_items, stats.drawable) == (n, n - capacity, capacity)
+        assert values(buffer.sample(capacity)) == list(range(n - capacity, n))
+
+
+@pytest.mark.parametrize("view", [tr.Transitions(n_step=2), tr.Sequences(3, stride=2)])
+def test_items_of_several_rows_that_are_overwritten_before_anybody_looks_are_counted(view):
+    steps = {"action": np.zeros(6, np.int64), "reward": np.zeros(6), "terminated": [False] * 6}
+    with queue(20, spec=STEPS, view=view, when_full="drop_oldest") as buffer:
+        for _ in range(30):
+            buffer.extend(obs=np.zeros(7, np.int64), truncated=[False] * 5 + [True], **steps)
+        items = 6 if isinstance(view, tr.Transitions) else 3  # of each episode
+        assert buffer.stats().inserted == 30 * items
+        assert buffer.stats().dropped_items == 30 * items - buffer.num_items
+
+
+def test_rows_of_any_length_that_are_overwritten_before_anybody_looks_are_counted():
+    spec, random = {"tokens": tr.Ragged(torch.int32)}, np.random.default_rng(0)
+    with tr.ReplayBuffer(spec, 50, sampler=tr.Fifo(when_full="drop_oldest"), ragged_bytes=1 << 14) as buffer:
+        lengths = random.integers(0, 1024, 400)  # a quarter of the bytes at the most
+        buffer.extend(tokens=[np.zeros(n, np.int32) for n in lengths])
+        assert buffer.stats().inserted == 400
+        assert buffer.stats().dropped_items == 400 - len(buffer)
+
+
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("max_draws", [1, 2])
 def test_several_learners_and_writers_in_processes_get_every_item_as_often_as_it_is_to_come(

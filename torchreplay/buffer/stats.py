@@ -47,8 +47,8 @@ class Stats:
         evicted_by_pages: Rows that left because the bytes of their ragged values were taken again, and not their
             slots. Of a queue whose writers wait: rows that nobody needed any more.
         inserted: Items that ever became drawable: a learner, `stats` or `len` had to look while they were there, or a
-            writer under `SamplesPerInsert`. What the ring took back before that is in none of these figures; under
-            `Rows()` it is about `rows_written` - `inserted`.
+            writer under `SamplesPerInsert` or `Fifo(when_full="drop_oldest")`. What the ring took back before that is
+            in none of these figures; under `Rows()` it is about `rows_written` - `inserted`.
         sampled: Items drawn.
         draws: Batches drawn.
         updated: TD errors applied.
