@@ -106,7 +106,7 @@ class Learner {
     Attachment& a = attachment();
     if (!member_.act()) return;
     ahead_ = 0;
-    next_ = owns() ? DrawName{a.seed(), 0, owned_step_} : DrawName{a.seed(), a.take_stream(), 0};
+    go_on_at(owns() ? DrawName{a.seed(), 0, owned_step_} : DrawName{a.seed(), a.take_stream(), 0});
   }
 
   // This process got a batch of `n` items: for those who watch.
@@ -150,11 +150,11 @@ class Learner {
   }
   void set_step(uint64_t step) {
     join();  // or the first draw would start the stream over
-    next_.step = step + ahead_;
+    go_on_at({next_.seed, next_.stream, step + ahead_});
   }
   void set_stream(uint32_t stream) {
     join();
-    next_.stream = stream;
+    go_on_at({next_.seed, stream, next_.step});
   }
 
   // Ends an import. The draws go on at `position`: in that stream, unless somebody else made the buffer.
@@ -169,10 +169,9 @@ class Learner {
     if (a) a->wake_learners();
     if (closed()) return;  // meanwhile
     join();
-    next_.seed = position.seed;
     // Another process's stream is one that nobody has had; of the saved one that is certain where none was given out.
-    if (owns() && (position.stream == 0 || position.stream >= given_out)) next_.stream = position.stream;
-    next_.step = position.step + ahead_;
+    const bool is_free = owns() && (position.stream == 0 || position.stream >= given_out);
+    go_on_at({position.seed, is_free ? position.stream : next_.stream, position.step + ahead_});
   }
 
   // Drawing
@@ -329,13 +328,16 @@ class Learner {
    public:
     explicit NextDraw(Learner& learner) : learner_(learner) {}
     ~NextDraw() {
-      if (taken_ && !kept_) learner_.unname(name_, 1);
+      if (!taken_ || kept_ || learner_.next_ != following(name_)) return;
+      learner_.next_ = name_;
+      learner_.others_below_ = others_below_;
     }
     NextDraw(const NextDraw&) = delete;
 
     void take() {
       name_ = learner_.next_;
-      learner_.next_.step++;
+      learner_.next_ = following(name_);
+      others_below_ = std::exchange(learner_.others_below_, learner_.next_.step);
       taken_ = true;
     }
     const DrawName& name() const { return name_; }
@@ -344,6 +346,7 @@ class Learner {
    private:
     Learner& learner_;
     DrawName name_;
+    uint64_t others_below_ = 0;
     bool taken_ = false, kept_ = false;
   };
 
@@ -376,10 +379,25 @@ class Learner {
     }
   }
 
-  // The last `n` draws of this process, up to that of this name, have not happened, unless others have followed.
+  static DrawName following(const DrawName& name) { return {name.seed, name.stream, name.step + 1}; }
+
+  // `orderer` has ordered the draw of the next name.
+  void name_order(const void* orderer) {
+    if (std::exchange(orderer_, orderer) != orderer) others_below_ = next_.step;
+    next_.step++;
+    ahead_++;
+  }
+
+  // The last `n` draws that its orderer has ordered, up to that of this name, have not happened, unless others have
+  // followed.
   void unname(const DrawName& last, uint64_t n) {
-    const DrawName after{last.seed, last.stream, last.step + 1};
-    if (next_ == after) next_.step -= n;
+    if (next_ == following(last)) next_.step = std::max(next_.step - n, others_below_);
+  }
+
+  // The draws go on there.
+  void go_on_at(const DrawName& name) {
+    next_ = name;
+    others_below_ = 0;
   }
 
   // It must not wait for a holder of the lock that is stopped: what stays held goes back when this process ends.
@@ -415,7 +433,9 @@ class Learner {
   uint64_t owned_since_ = kNever;  // fork generation
   uint64_t owned_step_ = 0;        // where the owner's stream of draws goes on
   DrawName next_;
-  std::string stopped_as_;  // what it was called, if it was stopped before it was closed
+  uint64_t others_below_ = 0;      // steps below were named for others than the last orderer
+  const void* orderer_ = nullptr;  // the last one
+  std::string stopped_as_;         // what it was called, if it was stopped before it was closed
   Holdings holdings_;
   uint64_t ahead_ = 0;  // draws that next_ has passed, of batches that nobody has got yet
   std::vector<std::unique_ptr<BatchSampler>> samplers_;  // idle ones

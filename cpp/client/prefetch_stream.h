@@ -177,8 +177,7 @@ class PrefetchStream {
       orders_.pop_back();
       throw;
     }
-    learner_->next_.step++;
-    learner_->ahead_++;
+    learner_->name_order(this);
   }
 
   // In a forked child the thread is missing, and what it was drawing is the parent's: all is ordered again.

@@ -104,9 +104,8 @@ class SegmentLock {
   }
 
   // Absorbs every row written before the call, letting others in between chunks. What is too old for the learner's
-  // policy version goes. Returns the head absorbed to, which
-  // may be a later one. With the `pace` of a learner writers wait meanwhile. Those that lost patience while it was
-  // preempted do so again.
+  // policy version goes. Returns the head absorbed to, which may be a later one. With the `pace` of a learner writers
+  // wait meanwhile. Those that lost patience while it was preempted do so again.
   uint64_t absorb(LearnerPace* pace = nullptr) {
     if (header_.importer) return header_.absorbed;  // what others write waits until the import has ended
     const auto hold = [&] {

@@ -206,7 +206,8 @@ def test_watch_in_a_pipe_and_list_say_how_much_of_a_queue_waits_and_is_held(sick
         r": 100/100 rows, .* batches/s, 70 items to draw, 30 held, oldest [\d.]+ m?s, .*, 0 dropped, ", line
     )
     (row,) = [text for text in call("list").output.splitlines() if sick_queue.name in text]
-    assert re.search(r" 100 / 100 +100 % +0 +0 +1 +2 +70 +30 +\d", row)
+    # Where a buffer of others on this machine has values of any length, there is a column for these.
+    assert re.search(r" 100 / 100 +100 % +(- +)?0 +0 +1 +2 +70 +30 +\d", row)
     (listed,) = [one for one in json.loads(call("list", "--json").output) if one["name"] == sick_queue.name]
     assert (listed["to_draw"], listed["held_items"], listed["dropped_items"]) == (70, 30, 0)
     assert listed["oldest_age"] > 0

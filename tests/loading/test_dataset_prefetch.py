@@ -214,6 +214,15 @@ def test_a_position_set_under_an_iteration_is_where_the_next_one_goes_on():
     assert buffer.draws == 1001
 
 
+def test_what_a_thread_samples_within_an_iteration_does_not_come_again_after_it():
+    buffer = filled_buffer()
+    iterator = iter(tr.ReplayDataset(buffer, BATCH, prefetch=2))
+    drawn = [next(iterator), buffer.sample(BATCH), next(iterator)]
+    iterator.close()
+    drawn += [buffer.sample(BATCH) for _ in range(4)]
+    assert len({tuple(batch["key"].tolist()) for batch in drawn}) == len(drawn)
+
+
 def test_a_state_loaded_under_an_iteration_is_where_the_next_one_starts():
     buffer, twin = filled_buffer(), filled_buffer()
     dataset = tr.ReplayDataset(buffer, BATCH, steps=10, prefetch=2)

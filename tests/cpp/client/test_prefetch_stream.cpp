@@ -77,6 +77,28 @@ BOOST_AUTO_TEST_CASE(a_draw_of_the_learner_in_between_keeps_its_name_when_the_st
   BOOST_TEST(learner->step() == 2U);
 }
 
+BOOST_AUTO_TEST_CASE(no_name_is_given_twice_whatever_was_drawn_between_what_a_stream_ordered) {
+  const Caller caller;
+  const auto learner = owner_of(1000);
+  Drawn first, second;
+  std::vector<int64_t> theirs;
+  {
+    Stream stream(learner, kBatch), other(learner, kBatch);
+    stream.order(0.5, {}, 1);
+    BOOST_REQUIRE(learner->draw(kBatch, 0.5, {}, first.pointers(), 1).outcome == Draw::kDone);
+    stream.order(0.5, {}, 1);
+    other.order(0.5, {}, 1);
+    stream.order(0.5, {}, 1);
+    stream.close();
+    theirs = next(other);
+  }
+  for (int i = 0; i < 6; i++) {
+    BOOST_REQUIRE(learner->draw(kBatch, 0.5, {}, second.pointers(), 1).outcome == Draw::kDone);
+    BOOST_TEST(second.keys != first.keys);
+    BOOST_TEST(second.keys != theirs);
+  }
+}
+
 BOOST_AUTO_TEST_CASE(another_thread_is_refused_while_one_waits_for_a_batch) {
   Plan plan;
   plan.limiter.min_size = 60;

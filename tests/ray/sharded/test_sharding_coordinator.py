@@ -149,7 +149,7 @@ def test_a_stop_that_was_heard_is_not_forgotten_for_an_older_answer(union):
 
 def test_a_process_on_no_node_cannot_write_and_is_told_why(local_cluster, union):
     _, view = union()
-    with pytest.raises(RuntimeError, match=r"a Ray Client, is on no node of the local_cluster.*Have a task"):
+    with pytest.raises(RuntimeError, match=r"a Ray Client, is on no node of the cluster.*Have a task"):
         buffer_to_write_to(view(""))
 
 
