@@ -22,6 +22,10 @@ const ABOUT = [
   [/ddp|fsdp|rank|multi.?gpu|torchrun|learners/, /^learners$/],
   [/lightning|trainer|callback/, /^lightning$/],
   [/watch|\bname|dashboard/, /^watching$/],
+  [/ragged|token|nested|padd|varlen|variable.?length/, /^ragged$/],
+  [/evaluat/, /^evaluators$/],
+  [/held|claim|commit|release/, /^queues$/],
+  [/question|faq/, /^questions$/],
 ];
 
 const ASKED = (new URLSearchParams(globalThis.location?.search).get("q") ?? "").trim();
