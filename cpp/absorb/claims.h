@@ -149,16 +149,15 @@ class Claims {
   uint64_t commit(const std::vector<int64_t>& keys, uint32_t presence) {
     if (keys.empty()) return 0;
     const DirtyScope dirty(header_, Dirty::kTree);
-    for (const int64_t key : keys) {
-      if (!is_held(key, presence)) continue;
-      const uint64_t slot = memory_.slot_of(static_cast<uint64_t>(key));
+    find_held(keys, presence);
+    for (const uint64_t slot : held_) {
       words_[slot] = of(slot).with_ending(true).word;
       TORCHREPLAY_FAULT("claims.marked");
     }
     kill_fence();
     header_.ending = presence;
     TORCHREPLAY_FAULT("claims.ending");
-    const uint64_t n = let_go(keys, presence, [](Claim c) { return c.draws() + 1; });
+    const uint64_t n = let_go(presence, [](Claim c) { return c.draws() + 1; });
     kill_fence();
     header_.ending = 0;
     TORCHREPLAY_FAULT("claims.ended");
@@ -169,7 +168,8 @@ class Claims {
   uint64_t release(const std::vector<int64_t>& keys, uint32_t presence) {
     if (keys.empty()) return 0;
     const DirtyScope dirty(header_, Dirty::kTree);
-    return let_go(keys, presence, [](Claim c) { return c.draws(); });
+    find_held(keys, presence);
+    return let_go(presence, [](Claim c) { return c.draws(); });
   }
 
   // The same for all that it holds. O(capacity).
@@ -188,7 +188,8 @@ class Claims {
       return static_cast<int64_t>(memory_.at(static_cast<uint64_t>(slot))) - 1;
     });
     const DirtyScope dirty(header_, Dirty::kTree);
-    let_go(keys, presence, [](Claim) { return Claim::kMostDraws; });
+    find_held(keys, presence);
+    let_go(presence, [](Claim) { return Claim::kMostDraws; });
   }
 
   // What the dead hold is in its place again. A system call for each other holder, and O(capacity) for each that died.
@@ -322,8 +323,13 @@ class Claims {
     header_.ending = 0;
   }
 
-  bool is_held(int64_t key, uint32_t presence) const {
-    return is_there(key) && of(memory_.slot_of(static_cast<uint64_t>(key))).holder() == presence;
+  // Of these items the slots of those that the process holds.
+  void find_held(const std::vector<int64_t>& keys, uint32_t presence) {
+    held_.clear();
+    for (const int64_t key : keys) {
+      const uint64_t slot = memory_.slot_of(static_cast<uint64_t>(key));
+      if (memory_.at(slot) == static_cast<uint64_t>(key) + 1 && of(slot).holder() == presence) held_.push_back(slot);
+    }
   }
 
   bool is_there(int64_t key) const {
@@ -372,13 +378,12 @@ class Claims {
   }
 
   template <class Draws>
-  uint64_t let_go(const std::vector<int64_t>& keys, uint32_t presence, const Draws& draws_of) {
+  uint64_t let_go(uint32_t presence, const Draws& draws_of) {
     uint64_t n = 0;
     index_.clear();
-    for (const int64_t key : keys) {
-      if (!is_held(key, presence)) continue;
-      const uint64_t slot = memory_.slot_of(static_cast<uint64_t>(key));
+    for (const uint64_t slot : held_) {
       const Claim claim = of(slot);
+      if (claim.holder() != presence) continue;  // its key came twice
       n++;
       if (end_holding(slot, claim, std::min(draws_of(claim), Claim::kMostDraws)))
         index_.push_back(static_cast<int64_t>(slot));
@@ -430,6 +435,7 @@ class Claims {
   ItemVersions versions_;
   uint64_t* words_;
   ItemHolder* holders_;
+  std::vector<uint64_t> held_;
   std::vector<int64_t> index_;
   std::vector<float> was_, now_;
 };

@@ -219,6 +219,8 @@ def test_a_killed_program_goes_on_from_its_queue_and_its_model_and_a_killed_gene
         after = queue.stats()
     assert after.rows_written >= before.rows_written
     assert after.expired_items == after.dropped_items == 0
+    # Each batch has 32 answers. The group of the killed generator may lack some, and one may have been half written.
+    assert -1 <= 32 * last - (after.rows_written - after.drawable) < 8
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from torchreplay.segment import waits
 
 SIZE, GROUPS = 3, 2
 BATCH = SIZE * GROUPS
-LIVES, PROMPTS = 128, 5
+LIVES, PROMPTS = 128, 7
 """How many lives a queue has at most, and how many prompts a generator answers."""
 ROWS = LIVES * PROMPTS * SIZE
 PATIENCE = 30.0
@@ -58,7 +58,7 @@ class Rollouts:
         self.max_age = max_age if bound else None
         sampler = tr.Fifo(commit=commit, max_age=self.max_age)
         limiter = tr.Admission(BATCH, max_age)
-        self.queue = tr.ReplayBuffer(SPEC, 48, sampler=sampler, limiter=limiter, ragged_bytes=1 << 14)
+        self.queue = tr.ReplayBuffer(SPEC, 30, sampler=sampler, limiter=limiter, ragged_bytes=1 << 14)
         self.module = torch.nn.Linear(2, 2)
         self.weights = tr.SharedWeights(self.module)
         self.late = late
@@ -198,7 +198,7 @@ class Rollouts:
         return self.deaths
 
     def look(self, running, begin):
-        """Kills who has been stopped, and begins another life in its place. Forgets who has ended."""
+        """Kills each life that has been stopped, and begins another one. Forgets those that have ended."""
         for place, (process, life) in [*running.items()]:
             if is_stopped(process):
                 process.kill()
@@ -211,8 +211,8 @@ class Rollouts:
 
     def note_death(self, life):
         """What it held and was not done with comes once more."""
-        for number in np.flatnonzero((np.asarray(self.holder) == life) & (np.asarray(self.came) > 0)):
-            self.may_come_again[number] += not self.done[number]
+        held = (np.asarray(self.holder) == life) & (np.asarray(self.came) > 0) & (np.asarray(self.done) == 0)
+        np.asarray(self.may_come_again)[held] += 1
 
     def check(self):
         """What must hold when all is over."""
@@ -225,6 +225,8 @@ class Rollouts:
             assert len(given) == len({*given}), "a doubled row: the last model has seen it twice"
         else:
             assert (came <= 1 + may_come_again).all(), "a doubled row: nobody had died with it"
+            again = came[may_come_again == 1] - 1
+            assert self.deaths[LEARNER] != 1 or len({*again}) <= 1, "half a batch was committed"
         missing = len({*np.flatnonzero(written)} - {*given})
         assert missing <= gone, "a lost row"
         if self.max_age is None:  # else what has expired may have been given before, to a learner who died with it
