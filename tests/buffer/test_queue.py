@@ -1,13 +1,14 @@
 """The queue: every item once, in order, held until its loop is done with it."""
 
 import itertools
+import re
 import threading
 import time
 
 import numpy as np
 import pytest
 import torch
-from forked import Forked, eventually
+from forked import Forked, eventually, shared_counters
 from torch.utils.data import DataLoader
 from two_learners import drawn_by_two_learners
 from worker_errors import raised_by_worker
@@ -271,6 +272,29 @@ def test_items_of_several_rows_that_are_overwritten_before_anybody_looks_are_cou
         items = 6 if isinstance(view, tr.Transitions) else 3  # of each episode
         assert buffer.stats().inserted == 30 * items
         assert buffer.stats().dropped_items == 30 * items - buffer.num_items
+
+
+def write_until_told(buffer, told):
+    with buffer.writer() as writer:
+        row = np.zeros(30_000, np.int64)
+        while not told[0]:
+            writer.append(x=row)
+            told[1] += 1
+
+
+def test_items_that_are_overwritten_while_a_draw_copies_them_are_counted():
+    spec = {"x": tr.Field(30_000, "int64")}
+    with queue(40, spec=spec, when_full="drop_oldest") as buffer:
+        told, drawn = shared_counters(2), 0
+        with Forked(write_until_told, buffer, told) as writer:
+            while buffer.stats().redraws < 20:
+                drawn += len(buffer.sample(30)["key"])
+            told[0] = 1
+            writer.wait()
+        while buffer.num_items:
+            drawn += len(buffer.sample(30, at_least=1)["key"])
+        assert buffer.stats().inserted == told[1]
+        assert buffer.stats().dropped_items == told[1] - drawn
 
 
 def test_rows_of_any_length_that_are_overwritten_before_anybody_looks_are_counted():
@@ -799,7 +823,10 @@ def test_a_queue_of_another_capacity_has_all_items_or_is_refused(view, tmp_path)
                         assert torch.equal(found[name], expected[name]), (capacity, name)
         for capacity, text in refused:
             assert f"capacity is {capacity:,}: of {len(items)} items" in text
-            assert "Choose a capacity of 40" in text
+            larger = int(re.search(r"Choose a capacity of 40, which it had, or one of (\d+) or more", text)[1])
+            assert larger > capacity
+        with buffer.copy(larger) as other:
+            assert other.keys().tolist() == items
         assert 40 in fits
         assert len(fits) > 20
         assert len(fits) < 90
