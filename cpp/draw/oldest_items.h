@@ -56,17 +56,20 @@ class OldestItems {
     return wanted > there ? wanted - there : 0;
   }
 
-  // Leaves out of the batch what could not be copied, and is gone. Groups are drawn anew.
+  // Leaves out of the batch what could not be copied, and is gone: nobody got that. Groups are drawn anew.
   void drop_failed(const DrawRules& rules) {
     const uint32_t own = memory_.presence();
+    const auto lacks_rows = [&](const DrawnItem& item) {
+      return memory_.at(item.slot) != item.key1 || claims_.of(item.slot).draws() == Claim::kMostDraws;
+    };
+    if (header_.sampler.counts_dropped())
+      header_.dropped_items += static_cast<uint64_t>(std::ranges::count_if(drawing_.items, lacks_rows));
     if (rules.groups) {
       give_back(drawing_.keys_from(0));
       drawing_.items.clear();
     }
-    std::erase_if(drawing_.items, [&](const DrawnItem& item) {
-      const Claim claim = claims_.of(item.slot);
-      return memory_.at(item.slot) != item.key1 || claim.holder() != own || claim.draws() == Claim::kMostDraws;
-    });
+    std::erase_if(drawing_.items,
+                  [&](const DrawnItem& item) { return lacks_rows(item) || claims_.of(item.slot).holder() != own; });
   }
 
   // Takes the oldest into the batch, up to `n` in all. Then all of it is to be copied.

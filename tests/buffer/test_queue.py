@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from forked import Forked, eventually
+from forked import Forked, eventually, shared_counters
 from small_queues import SPEC, STEPS, queue, values, writing
 from two_learners import drawn_by_two_learners
 
@@ -241,6 +241,29 @@ def test_items_of_several_rows_that_are_overwritten_before_anybody_looks_are_cou
         items = 6 if isinstance(view, tr.Transitions) else 3  # of each episode
         assert buffer.stats().inserted == 30 * items
         assert buffer.stats().dropped_items == 30 * items - buffer.num_items
+
+
+def write_until_told(buffer, told):
+    with buffer.writer() as writer:
+        row = np.zeros(30_000, np.int64)
+        while not told[0]:
+            writer.append(x=row)
+            told[1] += 1
+
+
+def test_items_that_are_overwritten_while_a_draw_copies_them_are_counted():
+    spec = {"x": tr.Field(30_000, "int64")}
+    with queue(40, spec=spec, when_full="drop_oldest") as buffer:
+        told, drawn = shared_counters(2), 0
+        with Forked(write_until_told, buffer, told) as writer:
+            while buffer.stats().redraws < 20:
+                drawn += len(buffer.sample(30)["key"])
+            told[0] = 1
+            writer.wait()
+        while buffer.num_items:
+            drawn += len(buffer.sample(30, at_least=1)["key"])
+        assert buffer.stats().inserted == told[1]
+        assert buffer.stats().dropped_items == told[1] - drawn
 
 
 def test_rows_of_any_length_that_are_overwritten_before_anybody_looks_are_counted():

@@ -56,10 +56,12 @@ class LostItems:
         if self._source.ragged_bytes is not None:
             measures += f" and ragged_bytes {self._target.ragged_bytes:,}"
             had += f" and ragged_bytes={self._source.ragged_bytes:,}"
+        spread = int(key.max() - key.min()) + 1  # so many slots, and no two of these keys share one
+        larger = f", or one of {spread:,} or more" if fits.all() and spread > self._target.capacity else ""
         return (
             f"{measures}: of {np.count_nonzero(leaf):,} items of the queue that are to be "
             f"drawn {lost:,} would be lost, whose rows share their slots{' or bytes' * (not fits.all())} with newer "
-            f"ones. Choose {had}, which it had, or draw these items first"
+            f"ones. Choose {had}, which it had{larger}, or draw these items first"
         )
 
 
