@@ -11,7 +11,7 @@ from typing import Any, Final
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.ray.sharded.local_shard import Gone
-from torchreplay.ray.sharded.shard_link import LinkBroken
+from torchreplay.ray.wire.link import LinkBroken
 from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait
 
 UNREACHABLE_SECONDS: Final = 30.0

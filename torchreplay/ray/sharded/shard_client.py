@@ -24,9 +24,10 @@ from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, Rule
 from torchreplay.ray.sharded.remote_shard import RemoteAttachment
 from torchreplay.ray.sharded.reply_collector import ReplyCollector
-from torchreplay.ray.sharded.shard_link import ShardLinks
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport
 from torchreplay.ray.sharded.shard_table import LostShard, ShardEntry, ShardTable
+from torchreplay.ray.sharded.shard_wire import ShardLink
+from torchreplay.ray.wire.link import Links
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.limiters import Limiter, MinSize
 from torchreplay.schema.spec import Path, nest
@@ -75,7 +76,7 @@ class ShardClient:
         self.remote = RemoteAttachment(self._shard_to_write_to, self._answers)
         # The shard on this node, which is drawn from and fed back to through shared memory once it is attached
         self.local = LocalAttachment(self._lock, self.entry_here, self._answers)
-        self.links = ShardLinks()  # to the shards of other nodes
+        self.links = Links(ShardLink)  # to the shards of other nodes
         self.rounds = 0  # in which shards of other nodes were asked for candidates, all at once
         self.node = ray_node()  # Ray's id of the node that this process is on
         # What each shard said last, by number; an older answer changes nothing. Never changed: there is another mapping
@@ -275,7 +276,7 @@ class ShardClient:
             entry = entries.get(number)
             if entry is None or (local is not None and number == local.number):
                 continue
-            link = None if layout is None else self.links.to(entry)
+            link = None if layout is None else self._link_to(entry)
             calls[number] = (
                 entry.actor.draw.remote(count, largest)
                 if link is None or layout is None
@@ -366,7 +367,7 @@ class ShardClient:
             local = self.local.shard
         if local is not None and local.number == number:
             return local.update(keys, td)
-        link = self.links.to(entry)
+        link = self._link_to(entry)
         if link is None or len(keys) > MAX_BATCH:
             return entry.actor.update.remote(keys, td)
         return link.update(keys, td)
@@ -459,7 +460,7 @@ class ShardClient:
                 self.coordinator.tell("lost", lost.number, rows, inserted, "")
         self.table = table
         self.figures = {number: figures for number, figures in self.figures.items() if number in table.entries}
-        self.links.keep(table.entries.values())
+        self.links.keep(entry.handle.nonce for entry in table.entries.values())
         if self.local.shard is not None:
             entry = table.entries.get(self.local.shard.number)
             if entry is None or entry.node != self.node:  # a shard that was restored has another number
@@ -485,6 +486,12 @@ class ShardClient:
     def _probe(self, number: int) -> Any:
         entry = self.table.entries.get(number)
         return None if entry is None else entry.actor.draw.remote(0, 0.0)
+
+    def _link_to(self, entry: ShardEntry) -> ShardLink | None:
+        """Returns the connection to a shard of another node; None: it is called through Ray."""
+        actor = entry.actor
+        called = f"shard {entry.number} on node {entry.node}"
+        return self.links.to(entry.handle.nonce, called, actor.address.remote, lambda: actor.draw.remote(0, 0.0))
 
     def _name(self, number: int) -> str:
         entry = self.table.entries.get(number)

@@ -1,21 +1,19 @@
-"""`ShardServer`: what answers learners of other nodes over TCP, in the process of a shard."""
+"""`Server`: what answers processes of other nodes over TCP."""
 
 from __future__ import annotations
 
-import math
 import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, Final, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, Final
 
-import numpy as np
-
-from torchreplay.ray.sharded.shard_sampler import Answer
-from torchreplay.ray.sharded.wire import HELLO, Request, keep_alive, receive, receive_request, send_reply
+from torchreplay.ray.wire.connection import HELLO, Address, Receive, receive, receive_head, send, set_idle, set_up
 
 HELLO_SECONDS: Final = 5
 """Seconds within which who connects must have said the secret."""
@@ -27,29 +25,30 @@ PAUSE_SECONDS: Final = 0.1
 """Seconds after which it listens again where the system refuses a connection, such as with too many open files."""
 
 
-class Address(NamedTuple):
-    """Where a shard listens, and what it wants to hear first."""
-
-    host: str
-    port: int
-    secret: bytes
-
-
-class ShardServer:
-    """Answers each learner by a thread of its own, in the order of its requests.
+class Server(ABC):
+    """Answers each process that connects by a thread of its own, in the order of its requests.
 
     Args:
         host: The address of the node, at which it listens.
-        draw: Draws candidates, as `Shard.draw` does.
-        update: Feeds back TD errors, as `Shard.update` does.
     """
 
-    def __init__(self, host: str, draw: Callable[[int, float], Answer], update: Callable[[Any, Any], int]) -> None:
-        self._draw, self._update, self._closed = draw, update, False
+    request: ClassVar[struct.Struct]
+    """How each request begins: with the mark."""
+
+    def __init__(self, host: str) -> None:
+        self._closed = False
         self._strangers = threading.BoundedSemaphore(STRANGERS)
         self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.address = Address(host, self._listener.getsockname()[1], secrets.token_bytes())
         threading.Thread(target=self._accept, name="torchreplay-listen", daemon=True).start()
+
+    @abstractmethod
+    def answer(self, values: list[Any], fill: Receive) -> Iterable[Any]:
+        """Returns the parts of the answer to a request that begins so; `fill` brings what else belongs to it.
+
+        Raises:
+            ConnectionError: It makes no sense: the connection ends.
+        """
 
     def close(self) -> None:
         """Takes no more connections."""
@@ -77,36 +76,23 @@ class ShardServer:
                     self._strangers.release()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError):  # the learner is gone, or was none
+        with connection, suppress(OSError):  # the other side is gone, or was a stranger
             try:
                 known = self._is_known(connection)
             finally:
                 self._strangers.release()
+            fill = partial(receive, connection)
             while known:
-                request = receive_request(connection)
-                send_reply(connection, request.number, self._answer(connection, request))
+                send(connection, *self.answer(receive_head(fill, self.request), fill))
 
     def _is_known(self, connection: socket.socket) -> bool:
         """Returns whether who has connected says the secret in time."""
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        keep_alive(connection)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", HELLO_SECONDS, 0))
+        set_up(connection)
+        set_idle(connection, HELLO_SECONDS)
         due = HELLO + self.address.secret
         said = connection.recv(len(due), socket.MSG_WAITALL)  # the time is that of all of it
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+        set_idle(connection, 0)
         if not secrets.compare_digest(said, due):
             return False
         connection.sendall(HELLO)
         return True
-
-    def _answer(self, connection: socket.socket, request: Request) -> Answer | Exception | None:
-        try:
-            if not math.isnan(request.largest):
-                return self._draw(request.n, request.largest)
-            keys = receive(connection, np.empty(request.n, np.int64))
-            self._update(keys, receive(connection, np.empty(request.n)))
-            return None
-        except ConnectionError:
-            raise
-        except Exception as error:
-            return error
