@@ -14,9 +14,10 @@ import torchreplay as tr
 pytest.importorskip("ray")
 from torchreplay.ray import ReplayLost
 from torchreplay.ray.remote import send_buffer as send_buffers
-from torchreplay.ray.remote.ingest_actor import Answer, IngestWriter
+from torchreplay.ray.remote.ingest_actor import IngestWriter
 from torchreplay.ray.remote.remote_buffer import RemoteBuffer, RemoteWriter
 from torchreplay.ray.remote.row_sender import RowSender
+from torchreplay.ray.remote.row_wire import Answer, RowServer
 from torchreplay.ray.runtime.actor_client import ActorClient, NodeActor
 from torchreplay.segment.delivery_log import DeliveryLog
 from torchreplay.workers.worker_process import WorkerProcess
@@ -29,12 +30,24 @@ class Unreachable(Exception):
 
 
 class Actor:
-    """The ingest, whose answer to every chunk is what `answer` returns for it."""
+    """The ingest, whose answer to every chunk is what `answer` returns for it.
 
-    def __init__(self, answer):
+    With `most` it takes chunks of at most so many bytes over connections, too.
+    """
+
+    def __init__(self, answer, most=None):
         self.push = self._method(lambda source, chunk: answer(chunk))
+        self.server = (
+            None if most is None else RowServer("127.0.0.1", lambda _, chunk: over_a_wire(answer, chunk), most)
+        )
+        self.address = self._method(self.locate)
         self.depart = self._method(lambda source: None)
         self.look = self._method(lambda sources: "")
+
+    def locate(self):
+        if self.server is None:
+            raise Unreachable("no connection is allowed")
+        return self.server.address
 
     @staticmethod
     def _method(function):
@@ -51,6 +64,13 @@ class Actor:
         return method
 
 
+def over_a_wire(answer, chunk):
+    try:
+        return answer(chunk)
+    except Unreachable:
+        raise ConnectionError from None
+
+
 class Home(NodeActor):
     """The node there, on which that actor serves."""
 
@@ -59,23 +79,28 @@ class Home(NodeActor):
         self.node, self._find = "there", lambda: actor
 
 
-@pytest.fixture
-def sender_to(monkeypatch):
+@pytest.fixture(params=["by Ray's calls", "over a connection"])
+def sender_to(monkeypatch, request):
     """Returns a sender to an ingest that answers so."""
     errors = SimpleNamespace(RayError=Unreachable, RayTaskError=ZeroDivisionError)
-    ray = SimpleNamespace(is_initialized=lambda: True, exceptions=errors, wait=lambda *_, **__: None, put=lambda x: x)
-    for module in ("remote.row_sender", "runtime.actor_client"):
+    ray = SimpleNamespace(is_initialized=lambda: True, exceptions=errors, wait=lambda calls, timeout: (calls, []))
+    ray.put, ray.get = lambda x: x, lambda call: call.future().result()
+    for module in ("remote.row_sender", "runtime.actor_client", "wire.link"):
         monkeypatch.setattr(f"torchreplay.ray.{module}.import_ray", lambda: ray)
     senders = []
 
     def make(answer):
-        senders.append(RowSender(Home(Actor(answer))))
+        wired = request.param == "over a connection"
+        senders.append(RowSender(Home(Actor(answer, 1 << 26 if wired else None))))
         return senders[-1]
 
     yield make
     for sender in senders:
         sender.drain()
         assert not sender._thread.is_alive()
+        server = sender._actor._find().server
+        if server is not None:
+            server.close()
 
 
 def write_for_ever(writer):

@@ -14,22 +14,13 @@ from typing import Any, Final
 
 from torchreplay.buffer.replay_buffer import collecting_buffer, local_sampler
 from torchreplay.errors import Stopped
-from torchreplay.ray.remote.ingest_actor import Chunk, Source
+from torchreplay.ray.remote.row_wire import CHUNK_BYTES, CHUNK_ROWS, LARGEST_PAGE, Chunk, Source, row_bytes
 from torchreplay.schema.config import Config
-from torchreplay.schema.spec import Field, nest
-
-CHUNK_BYTES: Final = 4 << 20
-CHUNK_ROWS: Final = 4096
-"""Rows are sent when there are so many bytes or rows of them, when somebody waits for them, or after a while.
-
-Values of any length count for themselves: a chunk ends with the row that makes them so many bytes."""
+from torchreplay.schema.spec import nest
 
 WINDOW_BYTES: Final = 3 * CHUNK_BYTES
 """Bytes of pages that rows in no chunk take at most, unless one row needs more: two chunks of values, and for each row
 of a chunk a page that is not full."""
-
-LARGEST_PAGE: Final = 4096
-"""Bytes: pages are of another size where rows are collected."""
 
 IN_FLIGHT: Final = 4
 """Chunks of one writer that are under way at most: then it waits."""
@@ -86,6 +77,11 @@ class SendWindow:
     def is_empty(self) -> bool:
         """Whether everything is acknowledged, and no call is under way."""
         return not self.chunks and not self._unanswered
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether a call is under way."""
+        return self._unanswered > 0
 
     def to_send(self) -> Iterator[Chunk]:
         """Yields each chunk that is to be sent now, for as long as none before it could not be."""
@@ -146,9 +142,7 @@ class SendBuffer:
     """
 
     def __init__(self, config: Config, num_envs: int) -> None:
-        row = sum(column.nbytes for column in config.fields.values() if isinstance(column, Field)) + 24
-        row += LARGEST_PAGE if config.ragged else 0
-        rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // row))
+        rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // row_bytes(config)))
         # A writer takes tickets by the 64, and no more than a quarter of the ring, past what it is admitted.
         capacity = max(8, 2 * rows, config.view.rows_of_an_item)
         # A row may take a quarter of the buffer's pages, and so of these, whose size is another one.

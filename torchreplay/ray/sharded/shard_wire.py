@@ -103,7 +103,7 @@ def _read(layout: Layout | None, head: list[Any], fill: Receive) -> Answer | Exc
     length, *figures, total, drawable, smallest, beta, n, writers, since_departure, moment = head
     if length > _MOST_TEXT:
         raise ConnectionError("something else than an answer has come")
-    said = json.loads(fill(bytearray(length))) if length else (None, None, (), ())
+    said: Any = json.loads(fill(bytearray(length))) if length else (None, None, (), ())
     if len(said) == 2:
         kind, message = said
         return _ERRORS.get(kind, RuntimeError)(message if kind in _ERRORS else f"{kind}: {message}")

@@ -24,6 +24,9 @@ CONNECT_SECONDS: Final = 2.0
 WATCH_SECONDS: Final = 2
 """Seconds without an answer after which Ray is asked whether the server is there: a lost node ends no connection."""
 
+LOCATE_SECONDS: Final = 0.2
+"""Seconds for which an address is waited for; after that its actor is called through Ray until it has come."""
+
 GIVE_UP_SECONDS: Final = 30.0
 """Seconds after which a connection counts as broken that carries nothing."""
 
@@ -177,6 +180,7 @@ class Links(Generic[L]):
         self._links: dict[int, L] = {}
         self._carried = 0  # bytes of those that have ended
         self._not_before: dict[int, float] = {}  # monotonic time of the next try
+        self._located: dict[int, Any] = {}  # calls for an address that are under way
         self._reached: set[int] = set()  # those that there was a connection to
         self._lock = threading.RLock()
         weakref.finalize(self, _close_all, self._links).atexit = False  # their threads hold them
@@ -201,13 +205,18 @@ class Links(Generic[L]):
             if now < self._not_before.get(key, 0.0):
                 return None
             try:
-                made = self._links[key] = self._kind(self._ray.get(locate(), timeout=CONNECT_SECONDS), probe)
+                patience = 0.0 if key in self._located else LOCATE_SECONDS
+                call = self._located.pop(key, None) or locate()
+                if not self._ray.wait([call], timeout=patience)[0]:
+                    self._located[key] = call
+                    return None
+                made = self._links[key] = self._kind(self._ray.get(call), probe)
                 self._reached.add(key)
                 return made
             except self._ray.exceptions.RayTaskError as error:
                 self._refused(key, called, error.cause)
-            except self._ray.exceptions.RayError:  # whether it is gone, or merely slow, the next call finds out
-                self._not_before[key] = time.monotonic() + AGAIN_SECONDS
+            except self._ray.exceptions.RayError:  # whether it is gone, or is started again, the next call finds out
+                self._not_before[key] = time.monotonic() + BROKEN_SECONDS
             except OSError as error:
                 self._refused(key, called, error)
             return None
