@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from forked import eventually
+from local_ingest import Actor, Home, Unreachable, ray_of_this_process
 
 import torchreplay as tr
 
@@ -17,76 +18,18 @@ from torchreplay.ray.remote import send_buffer as send_buffers
 from torchreplay.ray.remote.ingest_actor import IngestWriter
 from torchreplay.ray.remote.remote_buffer import RemoteBuffer, RemoteWriter
 from torchreplay.ray.remote.row_sender import RowSender
-from torchreplay.ray.remote.row_wire import Answer, RowServer
-from torchreplay.ray.runtime.actor_client import ActorClient, NodeActor
+from torchreplay.ray.remote.row_wire import Answer
+from torchreplay.ray.runtime.actor_client import NodeActor
 from torchreplay.segment.delivery_log import DeliveryLog
 from torchreplay.workers.worker_process import WorkerProcess
 
 CONFIG = tr.ReplayBuffer({"n": tr.Field((), torch.int64)}, 100)._config
 
 
-class Unreachable(Exception):
-    """What a call raises while nobody answers."""
-
-
-class Actor:
-    """The ingest, whose answer to every chunk is what `answer` returns for it.
-
-    With `most` it takes chunks of at most so many bytes over connections, too.
-    """
-
-    def __init__(self, answer, most=None):
-        self.push = self._method(lambda source, chunk: answer(chunk))
-        self.server = (
-            None if most is None else RowServer("127.0.0.1", lambda _, chunk: over_a_wire(answer, chunk), most)
-        )
-        self.address = self._method(self.locate)
-        self.depart = self._method(lambda source: None)
-        self.look = self._method(lambda sources: "")
-
-    def locate(self):
-        if self.server is None:
-            raise Unreachable("no connection is allowed")
-        return self.server.address
-
-    @staticmethod
-    def _method(function):
-        def remote(*args):
-            future = Future()
-            try:
-                future.set_result(function(*args))
-            except Unreachable as error:
-                future.set_exception(error)
-            return SimpleNamespace(future=lambda: future)
-
-        method = SimpleNamespace(remote=remote)
-        method.options = lambda **_: method
-        return method
-
-
-def over_a_wire(answer, chunk):
-    try:
-        return answer(chunk)
-    except Unreachable:
-        raise ConnectionError from None
-
-
-class Home(NodeActor):
-    """The node there, on which that actor serves."""
-
-    def __init__(self, actor):
-        ActorClient.__init__(self, "the node there", "forked")
-        self.node, self._find = "there", lambda: actor
-
-
 @pytest.fixture(params=["by Ray's calls", "over a connection"])
 def sender_to(monkeypatch, request):
     """Returns a sender to an ingest that answers so."""
-    errors = SimpleNamespace(RayError=Unreachable, RayTaskError=ZeroDivisionError)
-    ray = SimpleNamespace(is_initialized=lambda: True, exceptions=errors, wait=lambda calls, timeout: (calls, []))
-    ray.put, ray.get = lambda x: x, lambda call: call.future().result()
-    for module in ("remote.row_sender", "runtime.actor_client", "wire.link"):
-        monkeypatch.setattr(f"torchreplay.ray.{module}.import_ray", lambda: ray)
+    ray_of_this_process(monkeypatch)
     senders = []
 
     def make(answer):

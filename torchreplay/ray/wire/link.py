@@ -227,7 +227,7 @@ class Links(Generic[L]):
         if key not in self._reached:
             self._not_before[key] = math.inf
             logger.warning(
-                "%s is called through Ray, which is slower: no connection can be made to it (%s)", called, why
+                "%s is called through Ray, which is slower: no connection can be made to it (%s)", called, str(why)
             )
 
     def keep(self, keys: Iterable[int]) -> None:
