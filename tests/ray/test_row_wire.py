@@ -17,7 +17,7 @@ pytest.importorskip("ray")
 from torchreplay.ray.remote import row_sender, send_buffer
 from torchreplay.ray.remote.remote_buffer import RemoteWriter
 from torchreplay.ray.remote.row_sender import RowSender
-from torchreplay.ray.remote.row_wire import ANSWER, PUSH, Chunk, RowLink
+from torchreplay.ray.remote.row_wire import ANSWER, PUSH, RowLink
 from torchreplay.ray.remote.send_buffer import SendBuffer
 from torchreplay.ray.wire import link as links
 from torchreplay.ray.wire.connection import HELLO, MARK, Address
@@ -167,7 +167,7 @@ def test_a_block_of_another_length_than_its_rows_is_refused_and_the_connection_g
     buffer = tr.ReplayBuffer(SPEC, 1000)
     ingest, _ = serve(buffer)
     (chunk, *_), source = chunks_of(buffer, monkeypatch)
-    short = Chunk(1, 0, chunk.rows, chunk.block[:-64].copy(), chunk.links_at)
+    short = chunk._replace(block=chunk.block[:-64].copy())
     with contextlib.closing(RowLink(ingest.locate())) as link:
         assert "bytes, expected" in link.push(source, short).result(SECONDS).refusal
         assert len(buffer) == 0

@@ -12,13 +12,13 @@ from forked import eventually
 from local_shards import SPEC
 
 import torchreplay as tr
+from torchreplay.ray.sharded import reply_collector
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.ray.sharded.shard_wire import ANSWER, REQUEST, ShardLink, ShardServer
-from torchreplay.ray.wire import link as links_
 from torchreplay.ray.wire import server
 from torchreplay.ray.wire.connection import HELLO, MARK, Address
-from torchreplay.ray.wire.link import LinkBroken, Links
+from torchreplay.ray.wire.link import LinkBroken, Way
 from torchreplay.schema.config import Config
 
 RAGGED = {**SPEC, "tokens": tr.Ragged("int32")}
@@ -71,12 +71,7 @@ def test_it_counts_what_it_carries():
     with Served() as served:
         served.link.update(np.arange(50), np.ones(50)).result(SECONDS)
         _, block = served.link.draw(32, 1.0, served.layout).result(SECONDS)
-        assert served.link.carried == 2 * (REQUEST.size + ANSWER.size) + 50 * (8 + 8) + block.nbytes
-        links = Links(ShardLink)
-        links._links[5] = served.link
-        before = links.carried
-        links.keep(())  # the shard is gone
-        assert links.carried == before == served.link.carried
+        assert served.link._carried[0] == 2 * (REQUEST.size + ANSWER.size) + 50 * (8 + 8) + block.nbytes
 
 
 def test_values_of_any_length_come_with_their_lengths():
@@ -138,43 +133,51 @@ def test_an_answer_that_makes_no_sense_ends_the_connection():
             link.draw(4, 1.0, served.layout).result(SECONDS)
 
 
-class Dead(Exception):
-    """Ray's word for it."""
-
-
 def test_a_shard_that_ray_knows_to_be_dead_is_not_waited_for(monkeypatch):
-    def get(call):
-        raise Dead
+    """Of a node that is lost no connection ends."""
+    exceptions = pytest.importorskip("ray").exceptions
 
-    ray = SimpleNamespace(
-        exceptions=SimpleNamespace(RayError=Dead),
-        wait=lambda calls, timeout: (calls, []),
-        get=get,
-        is_initialized=lambda: True,
-    )
-    monkeypatch.setattr(links_, "WATCH_SECONDS", 1)
-    monkeypatch.setattr(links_, "import_ray", lambda: ray)
+    def get(call):
+        assert call == "a call"
+        raise exceptions.ActorDiedError
+
+    def lose(number, why):
+        lost.append(number)
+        served.link.close()
+
+    wait = lambda calls, num_returns, timeout: (calls, [])  # noqa: E731
+    ray = SimpleNamespace(exceptions=exceptions, wait=wait, get=get, is_initialized=lambda: True)
+    monkeypatch.setattr(reply_collector, "WATCH_SECONDS", 0.1)
+    monkeypatch.setattr(reply_collector, "import_ray", lambda: ray)
     with Served() as served:
-        held = threading.Event()
+        lost, held = [], threading.Event()
         served.before = lambda: held.wait(SECONDS)
-        link = ShardLink(served.server.address, lambda: "a call")
-        with pytest.raises(Dead):
-            link.draw(4, 1.0, served.layout).result(SECONDS)
+        collector = reply_collector.ReplyCollector(lose, str, lambda number: "a call")
+        assert collector.collect({7: served.link.draw(4, 1.0, served.layout)}) == {}
+        assert lost == [7]
         held.set()
+        ray.is_initialized = lambda: False
+        held.clear()
+        other = ShardLink(served.server.address)
+        with pytest.raises(tr.AttachError, match="Ray was shut down"):
+            collector.collect({7: other.draw(4, 1.0, served.layout)})
+        held.set()
+        other.close()
 
 
 def test_where_no_connection_can_be_made_it_is_said_once_and_ray_is_called(caplog):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = Address(*closed.getsockname(), b"any")
-    links, asked = Links(ShardLink), []
+    asked = []
 
     def locate():
         asked.append(None)
         return address
 
     wait = lambda calls, timeout: (calls, [])  # noqa: E731
-    links._ray = SimpleNamespace(get=lambda call: call, wait=wait, exceptions=links._ray.exceptions)
-    assert [links.to(7, "shard 2 on node b", locate) for _ in range(3)] == [None] * 3
+    way = Way(ShardLink, "shard 2 on node b", locate, [0])
+    way._ray = SimpleNamespace(get=lambda call: call, wait=wait, exceptions=way._ray.exceptions)
+    assert [way.link() for _ in range(3)] == [None] * 3
     (record,) = caplog.records
     assert "shard 2 on node b is called through Ray, which is slower" in record.getMessage()
     assert len(asked) == 1
@@ -220,8 +223,8 @@ def test_a_signal_handler_amid_a_request_sends_nothing_into_it():
     with Served() as served:
         served.link._sender = threading.get_ident()
         assert served.link.halfway
-        links = Links(ShardLink)
-        links._links[5] = served.link
-        assert links.to(5, "shard", None) is None  # the shard is called through Ray
+        way = Way(ShardLink, "shard", None, [0])
+        way._link = served.link
+        assert way.link() is None  # the shard is called through Ray
         served.link._sender = 0
-        assert links.to(5, "shard", None) is served.link
+        assert way.link() is served.link

@@ -20,15 +20,12 @@ from torchreplay.ray.remote.row_wire import Answer, Chunk, RowLink
 from torchreplay.ray.remote.send_buffer import Delay, SendBuffer, WriterState
 from torchreplay.ray.runtime.actor_client import NodeActor
 from torchreplay.ray.runtime.session import import_ray, logger
-from torchreplay.ray.wire.link import Links
+from torchreplay.ray.wire.link import Way
 from torchreplay.schema.config import Config
 from torchreplay.segment.waits import SLICE_NS, Wait
 
 TICK: Final = 0.1
 """Seconds that rows wait at most before they are sent, when not as many are under way as may be."""
-
-INLINE_BYTES: Final = 64 << 10
-"""Smaller chunks travel with the call; larger ones as objects of their own, which are sent again without a copy."""
 
 FAREWELL: Final = 5.0
 """Seconds that a process which ends gives to its rows."""
@@ -48,7 +45,7 @@ class RowSender:
     def __init__(self, actor: NodeActor, ending: Stopped | None = None) -> None:
         self._ray = import_ray()
         self._actor = actor
-        self._links = Links(RowLink)  # one, or none
+        self._way = Way(RowLink, f"the buffer on node {actor.node}", partial(actor.tell, "address"), [0])
         self.ending = ending  # why nobody should write any more; None while they should
         # What has gone wrong, where nobody can write from here any more although they should; "" otherwise
         self.failure = ""
@@ -156,7 +153,7 @@ class RowSender:
         finally:
             self._fail("this process has closed its writers for good, and sends no more rows")  # unless it is known
             atexit.unregister(self.drain)
-            self._links.keep(())
+            self._way.close()
             self._await_departure()
 
     def _take_events(self) -> bool:
@@ -201,21 +198,18 @@ class RowSender:
             self._forget(send_buffer)
 
     def _send(self, send_buffer: SendBuffer, chunk: Chunk) -> None:
-        window = send_buffer.window
+        source = send_buffer.source
         try:
-            link = self._links.to(0, f"the buffer on node {self._actor.node}", partial(self._actor.tell, "address"))
-            if link is not None:
-                answer = link.push(send_buffer.source, chunk)
+            link = self._way.link()
+            if link is None:
+                answer = self._actor.tell("push", source, chunk, group="rows").future()
             else:
-                if chunk.block.nbytes > INLINE_BYTES and chunk.number not in window.stored:
-                    window.stored[chunk.number] = self._ray.put(chunk)
-                rows = window.stored.get(chunk.number, chunk)
-                answer = self._actor.tell("push", send_buffer.source, rows, group="rows").future()
+                answer = link.push(source, chunk)
             self._await_answer(answer, partial(self._hear, send_buffer, chunk.number))
         except self._ray.exceptions.RayError as error:
             self._send_again(send_buffer, error)
         else:
-            window.note_sent(chunk.number)
+            send_buffer.window.note_sent(chunk.number)
 
     def _await_answer(self, answer: Future[Any], hear: Callable[[Any], None]) -> None:
         """Has an answer of the ingest heard in this thread."""
@@ -286,7 +280,7 @@ class RowSender:
     def _look_again(self, error: BaseException) -> None:
         """Has the next call find the ingest again after it has died."""
         self._actor.forget()
-        self._links.keep(())
+        self._way.close()
         if isinstance(error, self._ray.exceptions.RayTaskError):
             self._fail(f"rows cannot be written on the buffer's node: {error}")
 

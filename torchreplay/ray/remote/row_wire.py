@@ -6,8 +6,7 @@ import json
 import struct
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,19 +37,17 @@ _MOST_TEXT: Final = 1 << 20
 _ENDINGS: Final = {kind.__name__: kind for kind in (Stopped, ReplayLost)}
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Rows of one remote writer, in the order in which it wrote them."""
 
     number: int  # of this chunk among those of its writer, from 1
     first: int  # key that the first row has where it was collected
     rows: int  # their number
-    block: npt.NDArray[np.uint8]  # uint8: the rows as the native core copied them out
     links_at: int  # where in the block their links begin, int64 `[rows]`: how each is linked where it was collected
+    block: npt.NDArray[np.uint8]  # the rows as the native core copied them out
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """What the ingest has to know of a remote writer."""
 
     writer: int  # its number, its own in the whole cluster
@@ -59,8 +56,7 @@ class Source:
     fresh: bool  # whether it still waits for the answer to its first chunk
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """What a remote writer hears."""
 
     written: int = 0  # the last of its chunks that is in the buffer
@@ -102,8 +98,8 @@ class RowServer(Server):
         *source, number, first, rows, links_at, nbytes = values
         if nbytes > self._most or links_at + 8 * rows > nbytes:
             raise ConnectionError("a chunk is larger than any, or has no place for its links")
-        block = fill(np.empty(nbytes, np.uint8))
-        answer = self._push(Source(*source), Chunk(number, first, rows, block, links_at))
+        chunk = Chunk(number, first, rows, links_at, fill(np.empty(nbytes, np.uint8)))
+        answer = self._push(Source(*source), chunk)
         rest, ending = b"", answer.ending
         if answer.waiting or answer.refusal or ending:
             text = [type(ending).__name__, str(ending)] if ending else None
@@ -118,9 +114,7 @@ class RowLink(Link):
 
     def push(self, source: Source, chunk: Chunk) -> Future[Answer]:
         """Has a chunk written, as `Ingest.push` does."""
-        of_source = source.writer, source.num_envs, source.rows, source.fresh
-        of_chunk = chunk.number, chunk.first, chunk.rows, chunk.links_at, chunk.block.nbytes
-        return self.ask(_read, PUSH.pack(MARK, *of_source, *of_chunk), chunk.block)
+        return self.ask(_read, PUSH.pack(MARK, *source, *chunk[:-1], chunk.block.nbytes), chunk.block)
 
 
 def _read(head: list[Any], fill: Receive) -> Answer:

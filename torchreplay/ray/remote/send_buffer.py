@@ -8,9 +8,9 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Final
+from typing import Final
 
 from torchreplay.buffer.replay_buffer import collecting_buffer, local_sampler
 from torchreplay.errors import Stopped
@@ -62,12 +62,10 @@ class SendWindow:
 
     Attributes:
         chunks: In order.
-        stored: Ray's references to those that travel as objects of their own, by number.
     """
 
     def __init__(self) -> None:
         self.chunks: deque[Chunk] = deque()
-        self.stored: dict[int, Any] = {}
         self._last_sent = 0  # number of a chunk
         self._unanswered = 0  # calls
         self._goes_back = False  # all is sent again when every call is answered
@@ -107,17 +105,16 @@ class SendWindow:
     def acknowledge(self, written: int) -> None:
         """Forgets the chunks up to number `written`, which are in the buffer."""
         while self.chunks and self.chunks[0].number <= written:
-            self.stored.pop(self.chunks.popleft().number, None)
+            self.chunks.popleft()
 
     def go_back(self) -> None:
         """Has all that is not acknowledged sent again, once every call is answered."""
         self._goes_back = True
 
     def start_over(self, seconds: float) -> None:
-        """Has all sent again after so many seconds, and stored anew: an object of Ray's may be lost."""
+        """Has all sent again after so many seconds."""
         self.go_back()
         self._not_before = time.monotonic() + seconds
-        self.stored.clear()
 
 
 class SendBuffer:
@@ -178,7 +175,7 @@ class SendBuffer:
                 break
             block, links_at = segment.copy_run(self._cut, rows)
             self._number += 1
-            self.window.chunks.append(Chunk(self._number, self._cut, rows, block.numpy(), links_at))
+            self.window.chunks.append(Chunk(self._number, self._cut, rows, links_at, block.numpy()))
             self._cut += rows  # after that: rows are never in neither
             self._admit()
             self.tell()
@@ -203,7 +200,7 @@ class SendBuffer:
     def acknowledge(self, written: int) -> None:
         """Forgets the chunks up to number `written`, which are in the buffer."""
         if written > 0 and self.source.fresh:
-            self.source = replace(self.source, fresh=False)
+            self.source = self.source._replace(fresh=False)
         self.window.acknowledge(written)
         self.tell()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,7 +27,7 @@ from torchreplay.ray.sharded.reply_collector import ReplyCollector
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport
 from torchreplay.ray.sharded.shard_table import LostShard, ShardEntry, ShardTable
 from torchreplay.ray.sharded.shard_wire import ShardLink
-from torchreplay.ray.wire.link import Links
+from torchreplay.ray.wire.link import Way
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.limiters import Limiter, MinSize
 from torchreplay.schema.spec import Path, nest
@@ -76,7 +76,8 @@ class ShardClient:
         self.remote = RemoteAttachment(self._shard_to_write_to, self._answers)
         # The shard on this node, which is drawn from and fed back to through shared memory once it is attached
         self.local = LocalAttachment(self._lock, self.entry_here, self._answers)
-        self.links = Links(ShardLink)  # to the shards of other nodes
+        self._ways: dict[int, Way[ShardLink]] = {}  # to the shards of other nodes, by what names their memory
+        self.carried = [0]  # bytes on them
         self.rounds = 0  # in which shards of other nodes were asked for candidates, all at once
         self.node = ray_node()  # Ray's id of the node that this process is on
         # What each shard said last, by number; an older answer changes nothing. Never changed: there is another mapping
@@ -215,7 +216,7 @@ class ShardClient:
 
     def release(self) -> None:
         """Lets go of the shards that this process reads and writes."""
-        self.links.keep(())
+        self._keep_ways(())
         self.local.release()
         self.remote.release()
 
@@ -460,7 +461,7 @@ class ShardClient:
                 self.coordinator.tell("lost", lost.number, rows, inserted, "")
         self.table = table
         self.figures = {number: figures for number, figures in self.figures.items() if number in table.entries}
-        self.links.keep(entry.handle.nonce for entry in table.entries.values())
+        self._keep_ways(table.entries.values())
         if self.local.shard is not None:
             entry = table.entries.get(self.local.shard.number)
             if entry is None or entry.node != self.node:  # a shard that was restored has another number
@@ -489,9 +490,19 @@ class ShardClient:
 
     def _link_to(self, entry: ShardEntry) -> ShardLink | None:
         """Returns the connection to a shard of another node; None: it is called through Ray."""
-        actor = entry.actor
-        called = f"shard {entry.number} on node {entry.node}"
-        return self.links.to(entry.handle.nonce, called, actor.address.remote, lambda: actor.draw.remote(0, 0.0))
+        way = self._ways.get(entry.handle.nonce)
+        if way is None:
+            called = f"shard {entry.number} on node {entry.node}"
+            way = Way(ShardLink, called, entry.actor.address.remote, self.carried)
+            way = self._ways.setdefault(entry.handle.nonce, way)
+        return way.link()
+
+    def _keep_ways(self, entries: Iterable[ShardEntry]) -> None:
+        """Ends the connections to all but these shards."""
+        there = {entry.handle.nonce for entry in entries}
+        for shard in [shard for shard in list(self._ways) if shard not in there]:
+            if (way := self._ways.pop(shard, None)) is not None:  # another thread may do the same
+                way.close()
 
     def _name(self, number: int) -> str:
         entry = self.table.entries.get(number)

@@ -41,24 +41,11 @@ def set_up(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, name, value)
 
 
-def set_idle(connection: socket.socket, seconds: int) -> None:
-    """Has the system wait so long at most for something to come; 0: for ever."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
-
-
-def receive(connection: socket.socket, room: Any, idle: Callable[[], None] | None = None) -> Any:
-    """Fills a contiguous array, or a bytearray, and returns it; raises ConnectionError at the connection's end.
-
-    Where the system's timeout passes it calls `idle`.
-    """
+def receive(connection: socket.socket, room: Any) -> Any:
+    """Fills a contiguous array, or a bytearray, and returns it; raises ConnectionError at the connection's end."""
     left = memoryview(room).cast("B") if len(room) else memoryview(b"")
     while len(left):
-        try:
-            count = connection.recv_into(left)
-        except BlockingIOError:
-            if idle is not None:
-                idle()
-            continue
+        count = connection.recv_into(left)
         if not count:
             raise ConnectionError("the connection has ended")
         left = left[count:]

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, Final
 
-from torchreplay.ray.wire.connection import HELLO, Address, Receive, receive, receive_head, send, set_idle, set_up
+from torchreplay.ray.wire.connection import HELLO, Address, Receive, receive, receive_head, send, set_up
 
 HELLO_SECONDS: Final = 5
 """Seconds within which who connects must have said the secret."""
@@ -88,10 +88,10 @@ class Server(ABC):
     def _is_known(self, connection: socket.socket) -> bool:
         """Returns whether who has connected says the secret in time."""
         set_up(connection)
-        set_idle(connection, HELLO_SECONDS)
         due = HELLO + self.address.secret
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", HELLO_SECONDS, 0))
         said = connection.recv(len(due), socket.MSG_WAITALL)  # the time is that of all of it
-        set_idle(connection, 0)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
         if not secrets.compare_digest(said, due):
             return False
         connection.sendall(HELLO)
