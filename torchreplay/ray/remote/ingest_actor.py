@@ -229,7 +229,7 @@ class Ingest:
             elif not self._ending and self._acquire():  # of one that the process before this knew, it may have an entry
                 self._log.forget(source.writer)
 
-    # Of the group "calls", but that a writer comes in front of its rows: a learner that waits knows that some may come.
+    # Of the group "calls".
 
     def describe(self) -> tuple[str, Stopped | None]:
         """Returns the description of the buffer, "" when nobody can attach, and why nobody should write, or None."""

@@ -67,8 +67,8 @@ class RowSender:
         self._check()
         send_buffer = SendBuffer(config, num_envs)
         self._send_buffers.add(send_buffer)
-        with suppress(self._ray.exceptions.RayError, AttachError):  # then the next heartbeat does it, or says why not
-            self._actor.tell("look", [send_buffer.source], group="rows")
+        self._heartbeat_due = 0.0  # a learner that waits knows that rows may come
+        self._events.put(None)
         return send_buffer
 
     def make_room(self, send_buffer: SendBuffer, admitted: Callable[[], bool], timeout: float | None) -> None:
@@ -189,7 +189,7 @@ class RowSender:
         if send_buffer.ended is None:
             send_buffer.cut(sweep)
             for chunk in send_buffer.window.to_send():
-                if send_buffer.delay is not None and send_buffer.window.is_tried:
+                if send_buffer.delay is not None and send_buffer.window.unanswered:
                     break  # none is taken before that one
                 self._send(send_buffer, chunk)
         if send_buffer.state is WriterState.WRITING:

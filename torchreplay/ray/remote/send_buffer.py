@@ -8,9 +8,8 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Final
+from typing import Final, NamedTuple
 
 from torchreplay.buffer.replay_buffer import collecting_buffer, local_sampler
 from torchreplay.errors import Stopped
@@ -34,16 +33,14 @@ class WriterState(Enum):
     DRAINED = auto()  # it is there, but its process ends: what it wrote before is sent, and nothing later
 
 
-@dataclass(frozen=True, slots=True)
-class Delay:
+class Delay(NamedTuple):
     """What keeps rows from being taken for now."""
 
     waits_for: str
     by_limiter: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(NamedTuple):
     """Why the rows of a writer are taken no more."""
 
     reason: str
@@ -62,30 +59,26 @@ class SendWindow:
 
     Attributes:
         chunks: In order.
+        unanswered: Calls that are under way.
     """
 
     def __init__(self) -> None:
         self.chunks: deque[Chunk] = deque()
         self._last_sent = 0  # number of a chunk
-        self._unanswered = 0  # calls
+        self.unanswered = 0
         self._goes_back = False  # all is sent again when every call is answered
         self._not_before = 0.0  # monotonic time of the next try
 
     @property
     def is_empty(self) -> bool:
         """Whether everything is acknowledged, and no call is under way."""
-        return not self.chunks and not self._unanswered
-
-    @property
-    def is_tried(self) -> bool:
-        """Whether a call is under way."""
-        return self._unanswered > 0
+        return not self.chunks and not self.unanswered
 
     def to_send(self) -> Iterator[Chunk]:
         """Yields each chunk that is to be sent now, for as long as none before it could not be."""
         if time.monotonic() < self._not_before:
             return
-        if self._goes_back and not self._unanswered:
+        if self._goes_back and not self.unanswered:
             self._goes_back, self._last_sent = False, 0
         for chunk in self.chunks:
             if self._goes_back:
@@ -95,12 +88,12 @@ class SendWindow:
 
     def note_sent(self, number: int) -> None:
         """Notes that a chunk is under way."""
-        self._unanswered += 1
+        self.unanswered += 1
         self._last_sent = number
 
     def note_answer(self) -> None:
         """Notes that a call is answered, or has failed."""
-        self._unanswered -= 1
+        self.unanswered -= 1
 
     def acknowledge(self, written: int) -> None:
         """Forgets the chunks up to number `written`, which are in the buffer."""

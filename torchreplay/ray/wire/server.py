@@ -19,7 +19,7 @@ HELLO_SECONDS: Final = 5
 """Seconds within which who connects must have said the secret."""
 
 STRANGERS: Final = 64
-"""Who has not said it yet: with more at once, further ones are turned away."""
+"""Who has not said it yet: with more at once, further ones wait."""
 
 PAUSE_SECONDS: Final = 0.1
 """Seconds after which it listens again where the system refuses a connection, such as with too many open files."""
@@ -59,21 +59,15 @@ class Server(ABC):
     def _accept(self) -> None:
         with self._listener:
             while not self._closed:
+                self._strangers.acquire()
                 try:
                     connection, _ = self._listener.accept()
-                except OSError:
-                    time.sleep(PAUSE_SECONDS)
-                    continue
-                if not self._strangers.acquire(blocking=False):
-                    connection.close()
-                    continue
-                try:
                     threading.Thread(
                         target=self._serve, args=(connection,), name="torchreplay-serve", daemon=True
                     ).start()
-                except RuntimeError:  # there are too many threads
-                    connection.close()
+                except (OSError, RuntimeError):  # there are too many files, or threads
                     self._strangers.release()
+                    time.sleep(PAUSE_SECONDS)
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, suppress(OSError):  # the other side is gone, or was a stranger
