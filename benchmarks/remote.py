@@ -58,7 +58,7 @@ class Sink:
 
     def listen(self, workload: Workload, capacity: int) -> tuple[str, int]:
         """Takes rows from whoever connects first, says 1 byte when they end; returns where."""
-        host = ray.util.get_node_ip_address()
+        host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         listener = socket.create_server((host, 0))
         threading.Thread(target=self._take_rows, args=(listener, workload, capacity), daemon=True).start()
         return host, listener.getsockname()[1]

@@ -63,8 +63,8 @@ class RemoteWriter(Writer):
     if TYPE_CHECKING:
         append: Callable[..., None]  # type: ignore[assignment]
         extend: Callable[..., None]  # type: ignore[assignment]
-        reset: Callable[..., None]  # type: ignore[assignment]
-        step: Callable[..., None]  # type: ignore[assignment]
+        reset: Callable[..., None]
+        step: Callable[..., None]
 
     def end_episode(self, mask: Any = None) -> None:
         """Ends the running episode, as `Writer.end_episode` does, and returns when the buffer knows.

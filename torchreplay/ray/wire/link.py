@@ -157,7 +157,7 @@ class Way(Generic[L]):
     ) -> None:
         self._ray, self._kind, self._called, self._locate, self._carried = import_ray(), kind, called, locate, carried
         self._link: L | None = None
-        self._end = weakref.finalize(self, bool)  # the connection's thread holds it
+        self._end: Callable[[], object] = bool  # ends the connection, also with this object: its thread holds it
         self._located: Any = None  # the call for an address that is under way
         self._not_before = 0.0  # monotonic time of the next try
         self._reached = False  # whether there was a connection
@@ -181,8 +181,8 @@ class Way(Generic[L]):
                     self._located = call
                     return None
                 link = self._link = self._kind(self._ray.get(call), self._carried)
-                self._end, self._reached = weakref.finalize(self, link.close), True
-                self._end.atexit = False
+                self._end = end = weakref.finalize(self, link.close)
+                end.atexit, self._reached = False, True
                 return link
             except self._ray.exceptions.RayTaskError as error:
                 self._refused(error.cause)
