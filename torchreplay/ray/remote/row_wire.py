@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, NamedTuple
@@ -90,7 +91,7 @@ class RowServer(Server):
     request = PUSH
 
     def __init__(self, host: str, push: Callable[[Source, Chunk], Answer], most: int) -> None:
-        self._push, self._most = push, most
+        self._push, self._most, self._own = push, most, threading.local()
         super().__init__(host)
 
     def answer(self, values: list[Any], fill: Receive) -> list[Any]:
@@ -98,8 +99,10 @@ class RowServer(Server):
         *source, number, first, rows, links_at, nbytes = values
         if nbytes > self._most or links_at + 8 * rows > nbytes:
             raise ConnectionError("a chunk is larger than any, or has no place for its links")
-        chunk = Chunk(number, first, rows, links_at, fill(np.empty(nbytes, np.uint8)))
-        answer = self._push(Source(*source), chunk)
+        if not hasattr(self._own, "room"):  # of this connection: memory that is new for each chunk costs as much again
+            self._own.room = np.empty(2 * CHUNK_BYTES, np.uint8)
+        room = self._own.room[:nbytes] if nbytes <= len(self._own.room) else np.empty(nbytes, np.uint8)
+        answer = self._push(Source(*source), Chunk(number, first, rows, links_at, fill(room)))
         rest, ending = b"", answer.ending
         if answer.waiting or answer.refusal or ending:
             text = [type(ending).__name__, str(ending)] if ending else None
