@@ -50,7 +50,7 @@ class Actor:
     def __init__(self, answer, most=None):
         def over_a_connection(source, chunk):
             try:
-                return answer(chunk)
+                return answer(chunk._replace(block=chunk.block.copy()))  # its memory is used again
             except Unreachable:
                 raise ConnectionError from None
 

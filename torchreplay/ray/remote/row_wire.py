@@ -84,7 +84,7 @@ class RowServer(Server):
 
     Args:
         host: The address of the node, at which it listens.
-        push: Writes a chunk, as `Ingest.push` does.
+        push: Writes a chunk, as `Ingest.push` does; its block's memory is used again afterwards.
         most: Bytes of a chunk's block at most.
     """
 
