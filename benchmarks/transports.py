@@ -26,9 +26,9 @@ from benchmarks.line import OURS
 from benchmarks.workload import ATARI, SMALL
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.ray.sharded.batch_block import Layout
-from torchreplay.ray.sharded.shard_link import ShardLink
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport
-from torchreplay.ray.sharded.shard_server import Address, ShardServer
+from torchreplay.ray.sharded.shard_wire import ShardLink, ShardServer
+from torchreplay.ray.wire.connection import Address
 from torchreplay.schema.spec import Field
 
 ASKED = 24
@@ -112,7 +112,7 @@ class Wire:
         """Gives what asks; the answer lies in memory of the link's own."""
         with socket.create_connection((HOST, port)) as connection:
             host, own_port, secret = json.loads(connection.makefile().read())
-        link = ShardLink(Address(host, own_port, bytes.fromhex(secret)), None)
+        link = ShardLink(Address(host, own_port, bytes.fromhex(secret)))
         layouts = {rows * nbytes: (rows, nbytes, cls._layout(nbytes)) for rows, nbytes in BATCHES.values()}
 
         def ask(room: memoryview) -> None:

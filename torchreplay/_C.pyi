@@ -313,6 +313,7 @@ class Prefetcher:
 
 class Writer:
     _policy_version: int
+    _buffer_closed: bool
     def __init__(
         self,
         segment_type: type[Segment],

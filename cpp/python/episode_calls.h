@@ -279,10 +279,10 @@ inline PyObject* end_admission(PyObject* self, PyObject* n) {
 using Object = WriterObject;
 inline constexpr int kKeywords = METH_FASTCALL | METH_KEYWORDS;
 inline PyMethodDef methods[] = {
-    {"append", fast(append), kKeywords, kAppendDoc},
-    {"extend", fast(extend), kKeywords, kExtendDoc},
-    {"reset", fast(reset), kKeywords, kResetDoc},
-    {"step", fast(step), kKeywords, kStepDoc},
+    {"append", fast(keyed<append>), kKeywords, kAppendDoc},
+    {"extend", fast(keyed<extend>), kKeywords, kExtendDoc},
+    {"reset", fast(keyed<reset>), kKeywords, kResetDoc},
+    {"step", fast(keyed<step>), kKeywords, kStepDoc},
     {"_end_episode", end_episode, METH_O, nullptr},
     {"_truncate", truncate_rows, METH_O, nullptr},
     {"_admit", fast(admit), METH_FASTCALL, nullptr},
@@ -303,6 +303,10 @@ inline PyMethodDef methods[] = {
     // _depart(): others count no more on this writer, unless a thread is using it, until it is used again.
     {"_depart", plain_method<Object, [](Object& s) { s.session.depart(); }>, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
+inline int set_buffer_closed(PyObject* self, PyObject* value, void*) {
+  return as_status(method<Object>(self, [&](Object& s) { s.buffer_closed = value == Py_True; }));
+}
+
 // Of rows that are given none; the Python side has checked it.
 inline int set_version(PyObject* self, PyObject* value, void*) {
   return as_status(method<Object>(self, [&](Object& s) {
@@ -312,6 +316,8 @@ inline int set_version(PyObject* self, PyObject* value, void*) {
 }
 inline PyGetSetDef getset[] = {
     {"_policy_version", attribute<Object, [](Object& s) { return s.policy_version; }>, set_version, nullptr, nullptr},
+    {"_buffer_closed", attribute<Object, [](Object& s) { return s.buffer_closed; }>, set_buffer_closed, nullptr,
+     nullptr},
     {"closed", attribute<Object, [](Object& s) { return s.session.closed(); }>, nullptr, "True after close().",
      nullptr},
     {"rows", attribute<Object, [](Object& s) { return s.session.rows(); }>, nullptr, "Rows this writer has written.",

@@ -126,7 +126,8 @@ struct WriterObject {
   std::vector<Ref> last_held;
   Priorities priorities;
   int64_t policy_version = 0;  // of rows that are given none
-  int64_t first_key = 0;       // what callers get is this much more than the buffer's own keys
+  int64_t first_key = 0;       // what callers get is this much more than the buffer's own keys; negative: they get none
+  bool buffer_closed = false;  // the object of the buffer in which the rows end, where that is elsewhere
   bool warned_of_reward = false;
 
   const Fields& fields() const { return attached->fields; }
@@ -183,7 +184,7 @@ class WriterUse {
  public:
   WriterUse(PyObject* self, WriterObject& s) : state_(s) {
     s.session.require_open();
-    if (s.attached->closed) {
+    if (s.attached->closed || s.buffer_closed) {
       if (s.attached->stopped()) throw Stopped(s.attached->memory().called());
       const Ref raises(checked(PyObject_CallMethod(self, "_refuse_closed_buffer", nullptr)));
       throw std::runtime_error("the replay buffer is closed");
@@ -224,6 +225,15 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
     install(self, state.release());
     return Py_NewRef(Py_None);
   }));
+}
+
+// A call that writes; callers get its keys unless the writer knows none.
+template <PyObject* (*write)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*)>
+PyObject* keyed(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* names) {
+  PyObject* keys = write(self, args, nargs, names);
+  if (!keys || state_of<WriterObject>(self).first_key >= 0) return keys;
+  Py_DECREF(keys);
+  return Py_NewRef(Py_None);
 }
 
 inline void check_positional(const char* method, Py_ssize_t nargs) {

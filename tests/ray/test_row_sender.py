@@ -8,74 +8,42 @@ import numpy as np
 import pytest
 import torch
 from forked import eventually
+from local_ingest import Actor, Home, Unreachable, ray_of_this_process
 
 import torchreplay as tr
 
 pytest.importorskip("ray")
 from torchreplay.ray import ReplayLost
 from torchreplay.ray.remote import send_buffer as send_buffers
-from torchreplay.ray.remote.ingest_actor import Answer, IngestWriter
+from torchreplay.ray.remote.ingest_actor import IngestWriter
 from torchreplay.ray.remote.remote_buffer import RemoteBuffer, RemoteWriter
 from torchreplay.ray.remote.row_sender import RowSender
-from torchreplay.ray.runtime.actor_client import ActorClient, NodeActor
+from torchreplay.ray.remote.row_wire import Answer
+from torchreplay.ray.runtime.actor_client import NodeActor
 from torchreplay.segment.delivery_log import DeliveryLog
 from torchreplay.workers.worker_process import WorkerProcess
 
 CONFIG = tr.ReplayBuffer({"n": tr.Field((), torch.int64)}, 100)._config
 
 
-class Unreachable(Exception):
-    """What a call raises while nobody answers."""
-
-
-class Actor:
-    """The ingest, whose answer to every chunk is what `answer` returns for it."""
-
-    def __init__(self, answer):
-        self.push = self._method(lambda source, chunk: answer(chunk))
-        self.depart = self._method(lambda source: None)
-        self.look = self._method(lambda sources: "")
-
-    @staticmethod
-    def _method(function):
-        def remote(*args):
-            future = Future()
-            try:
-                future.set_result(function(*args))
-            except Unreachable as error:
-                future.set_exception(error)
-            return SimpleNamespace(future=lambda: future)
-
-        method = SimpleNamespace(remote=remote)
-        method.options = lambda **_: method
-        return method
-
-
-class Home(NodeActor):
-    """The node there, on which that actor serves."""
-
-    def __init__(self, actor):
-        ActorClient.__init__(self, "the node there", "forked")
-        self.node, self._find = "there", lambda: actor
-
-
-@pytest.fixture
-def sender_to(monkeypatch):
+@pytest.fixture(params=["by Ray's calls", "over a connection"])
+def sender_to(monkeypatch, request):
     """Returns a sender to an ingest that answers so."""
-    errors = SimpleNamespace(RayError=Unreachable, RayTaskError=ZeroDivisionError)
-    ray = SimpleNamespace(is_initialized=lambda: True, exceptions=errors, wait=lambda *_, **__: None, put=lambda x: x)
-    for module in ("remote.row_sender", "runtime.actor_client"):
-        monkeypatch.setattr(f"torchreplay.ray.{module}.import_ray", lambda: ray)
+    ray_of_this_process(monkeypatch)
     senders = []
 
     def make(answer):
-        senders.append(RowSender(Home(Actor(answer))))
+        wired = request.param == "over a connection"
+        senders.append(RowSender(Home(Actor(answer, 1 << 26 if wired else None))))
         return senders[-1]
 
     yield make
     for sender in senders:
         sender.drain()
         assert not sender._thread.is_alive()
+        server = sender._actor._find().server
+        if server is not None:
+            server.close()
 
 
 def write_for_ever(writer):

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +16,9 @@ from torchreplay.buffer.replay_buffer import ReplayBuffer, attached_here, local_
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Writer
 from torchreplay.errors import AttachError, ReplayLost, Stopped
+from torchreplay.ray.remote.row_wire import Answer, Chunk, RowServer, Source, most_bytes
 from torchreplay.ray.runtime.session import import_ray, logger
+from torchreplay.ray.wire.connection import Address
 from torchreplay.schema.samplers import Fifo
 from torchreplay.schema.views import Rows
 from torchreplay.segment.delivery_log import END, DeliveryLog, WriterEntry
@@ -30,44 +31,15 @@ INGEST_SLICE_SECONDS: Final = 0.2
 SILENCE: Final = 15.0
 """Seconds without a word after which a remote writer counts as dead."""
 
+LATE: Final = 120.0
+"""Seconds after which nothing comes any more that a closed writer's process has sent: less than a connection lasts."""
+
 LINGER: Final = 10.0
 """Seconds for which the actor stays when it has nothing to do: to tell those who ask that the buffer was stopped."""
 
 _LOOK_EVERY: Final = 0.5
 
 _LINK_BITS: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Rows of one remote writer, in the order in which it wrote them."""
-
-    number: int  # of this chunk among those of its writer, from 1
-    first: int  # key that the first row has where it was collected
-    rows: int  # their number
-    block: npt.NDArray[np.uint8]  # uint8: the rows as the native core copied them out
-    links_at: int  # where in the block their links begin, int64 `[rows]`: how each is linked where it was collected
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What the ingest has to know of a remote writer."""
-
-    writer: int  # its number, its own in the whole cluster
-    num_envs: int  # environments that it writes
-    rows: int  # rows of its chunks at most
-    fresh: bool  # whether it still waits for the answer to its first chunk
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a remote writer hears."""
-
-    written: int = 0  # the last of its chunks that is in the buffer
-    waiting: str = ""  # what the next one waits for; "" when it does not
-    limited: bool = False  # whether it waits for the limiter
-    refusal: str = ""  # why the next one, and all after it, cannot be written; "" while they can
-    ending: Stopped | None = None  # why nobody should write any more; None while they should
 
 
 class _Behind(Exception):
@@ -196,7 +168,10 @@ class Ingest:
         self._ray = import_ray()
         self._me = self._ray.get_runtime_context().current_actor
         self._ending: Stopped | None = None
+        self._turn = threading.Lock()  # of those who write: each connection has a thread
         self._lock = threading.Lock()
+        self._server: RowServer | None = None
+        self._departed: dict[int, float] = {}  # writers that are closed, and since when by the monotonic clock
         self._writers: dict[int, IngestWriter] = {}
         self._heard = time.monotonic()
         self._attached: ReplayBuffer | None = None
@@ -209,7 +184,7 @@ class Ingest:
             self._end(error)
         threading.Thread(target=self._watch, name="torchreplay-ingest", daemon=True).start()
 
-    # Of the group "rows": one at a time, in the order in which each process calls.
+    # Of the group "rows": in the order in which each process calls. And what comes over connections, at any time.
 
     def push(self, source: Source, chunk: Chunk) -> Answer:
         """Writes a chunk, unless it is written; one that does not follow on the last is left for later."""
@@ -219,10 +194,12 @@ class Ingest:
         if not self._acquire():
             return Answer(waiting="the end of the process that wrote before")
         try:
-            writer = self._writer_of(source)
-            if chunk.number == writer.entry.written + 1:
-                writer.is_behind = False
-                writer.write(chunk)
+            self._writer_of(source)  # it is heard of, however long its turn takes
+            with self._turn:
+                writer = self._writer_of(source)
+                if chunk.number == writer.entry.written + 1:
+                    writer.is_behind = False
+                    writer.write(chunk)
         except _Behind:
             writer.is_behind = True
             return Answer(writer.entry.written, waiting=self._why(), limited=True)
@@ -237,25 +214,40 @@ class Ingest:
         """Ends the episodes of a writer whose last rows have these keys where they were collected."""
         self._heard = time.monotonic()
         if not self._ending and self._acquire():
-            self._writer_of(source).truncate(there)
+            with self._turn:
+                self._writer_of(source).truncate(there)
 
     def depart(self, source: Source) -> None:
         """Forgets a writer that is closed."""
-        with self._lock:
-            writer = self._writers.pop(source.writer, None)
-        if writer is not None:
-            writer.close()
-            writer.entry.leave()
-        elif not self._ending and self._acquire():  # of one that the process before this knew, it may have an entry
-            self._log.forget(source.writer)
+        with self._turn:
+            with self._lock:
+                self._departed[source.writer] = time.monotonic()
+                writer = self._writers.pop(source.writer, None)
+            if writer is not None:
+                writer.close()
+                writer.entry.leave()
+            elif not self._ending and self._acquire():  # of one that the process before this knew, it may have an entry
+                self._log.forget(source.writer)
 
-    # Of the group "calls", but that a writer comes in front of its rows: a learner that waits knows that some may come.
+    # Of the group "calls".
 
     def describe(self) -> tuple[str, Stopped | None]:
         """Returns the description of the buffer, "" when nobody can attach, and why nobody should write, or None."""
         self._heard = time.monotonic()
         self._notice_stop()
         return "" if self._attached is None else local_sampler(self._attached).segment.text, self._ending
+
+    def address(self) -> Address:
+        """Returns where chunks are taken over TCP: that costs less than calls of Ray's.
+
+        Raises:
+            OSError: Nothing can listen there.
+        """
+        with self._lock:
+            if self._server is None:
+                most = most_bytes(local_sampler(self._buffer).config)
+                self._server = RowServer(self._ray.util.get_node_ip_address(), self.push, most)
+        return self._server.address
 
     def look(self, sources: list[Source]) -> Stopped | None:
         """Notes which writers are alive; returns why writing must end, or None."""
@@ -306,6 +298,8 @@ class Ingest:
     def _writer_of(self, source: Source) -> IngestWriter:
         with self._lock:
             writer = self._writers.get(source.writer)
+            if source.writer in self._departed:
+                raise RuntimeError("this writer is closed")
             if writer is None:
                 entry = self._log.entry(source.writer, source.num_envs, source.rows, source.fresh)
                 if entry is None:
@@ -349,6 +343,7 @@ class Ingest:
             self._end(error)
         now = time.monotonic()
         with self._lock:
+            self._departed = {number: since for number, since in self._departed.items() if now - since < LATE}
             for number, writer in list(self._writers.items()):
                 if now - writer.heard > SILENCE:
                     logger.warning("a remote writer was not heard of for %.0f s: it counts as dead", SILENCE)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from torchreplay.buffer.base import WritableReplay
 from torchreplay.buffer.replay_buffer import ReplayBuffer, attached
@@ -43,7 +43,7 @@ class RemoteWriter(Writer):
         config: Config,
         num_envs: int | None,
         autoreset: Autoreset,
-        buffer_closed: threading.Event | None = None,
+        of_buffer: weakref.WeakSet[RemoteWriter] | None = None,
     ) -> None:
         if isinstance(config.limiter, Admission):
             raise ValueError(
@@ -53,31 +53,18 @@ class RemoteWriter(Writer):
             )
         roles_of(config, num_envs, autoreset)  # raises before anybody hears of a writer that there will not be
         self._sender = sender
-        self._buffer_closed = buffer_closed or threading.Event()
         self._send_buffer: SendBuffer = sender.open(config, num_envs or 1)
         self._leave = weakref.finalize(self, sender.leave, self._send_buffer)
-        super().__init__(self._send_buffer.segment, config, num_envs, autoreset)
+        super().__init__(self._send_buffer.segment, config, num_envs, autoreset, first_key=-1)  # its keys are not told
         _open_writers.add(self)
+        if of_buffer is not None:
+            of_buffer.add(self)
 
-    def append(self, /, *args: Any, **fields: Any) -> None:  # type: ignore[override]
-        """Writes one row, as `Writer.append` does."""
-        self._require_open_buffer()
-        super().append(*args, **fields)
-
-    def extend(self, /, *args: Any, **fields: Any) -> None:  # type: ignore[override]
-        """Writes n rows, or episodes, as `Writer.extend` does."""
-        self._require_open_buffer()
-        super().extend(*args, **fields)
-
-    def reset(self, /, *args: Any, **observation: Any) -> None:
-        """Starts an episode, as `Writer.reset` does."""
-        self._require_open_buffer()
-        super().reset(*args, **observation)
-
-    def step(self, /, *args: Any, **fields: Any) -> None:
-        """Writes a step, as `Writer.step` does."""
-        self._require_open_buffer()
-        super().step(*args, **fields)
+    if TYPE_CHECKING:
+        append: Callable[..., None]  # type: ignore[assignment]
+        extend: Callable[..., None]  # type: ignore[assignment]
+        reset: Callable[..., None]
+        step: Callable[..., None]
 
     def end_episode(self, mask: Any = None) -> None:
         """Ends the running episode, as `Writer.end_episode` does, and returns when the buffer knows.
@@ -86,7 +73,6 @@ class RemoteWriter(Writer):
             ValueError: The view is `Rows()`, or the mask does not fit.
             Stopped, RuntimeError: As `flush`.
         """
-        self._require_open_buffer()
         ends = self._end_episode(mask)
         if len(ends):
             self._sender.truncate(self._send_buffer, ends.numpy())
@@ -124,10 +110,6 @@ class RemoteWriter(Writer):
         finally:
             self._leave()
 
-    def _require_open_buffer(self) -> None:
-        if self._buffer_closed.is_set():
-            self._refuse_closed_buffer()
-
     def _look(self, stalled: bool, waited: float, pages: bool = False) -> None:
         self._send_buffer.wanted = self._wanted_bytes()  # until the next wait: the row has not its pages yet
         self._sender.make_room(self._send_buffer, self._admitted, self.timeout)
@@ -159,7 +141,8 @@ class RemoteBuffer(WritableReplay):
         self._connecting = threading.Lock()
         self._connection: tuple[Config, RowSender] | None = None
         self._local = threading.local()
-        self._closed = threading.Event()
+        self._closed = False
+        self._writers: weakref.WeakSet[RemoteWriter] = weakref.WeakSet()
 
     # Connecting, at the first use. Not before: while Ray unpickles arguments, answers of actors cannot get through.
 
@@ -178,7 +161,7 @@ class RemoteBuffer(WritableReplay):
             return self._connection
 
     def _require_open(self) -> None:
-        if self._closed.is_set():
+        if self._closed:
             raise RuntimeError("the replay buffer is closed")
 
     def _ask(self, question: str) -> Any:
@@ -208,7 +191,7 @@ class RemoteBuffer(WritableReplay):
             RuntimeError: This process was forked off one of Ray's, or rows can no longer be sent from it.
         """
         streams = streams_of(envs, num_envs, autoreset)
-        return RemoteWriter(self._sender, self._config, *streams, self._closed)
+        return RemoteWriter(self._sender, self._config, *streams, self._writers)
 
     def extend(self, /, *args: Any, priority: Any = None, casting: Any = "same_kind", **fields: Any) -> None:
         """Writes n rows or episodes, as `ReplayBuffer.extend` does, and returns when they are in the buffer."""
@@ -271,8 +254,9 @@ class RemoteBuffer(WritableReplay):
         Its writers write no more: their calls are a `RuntimeError` as well. What they have written is sent all the
         same, and their `close` returns when it is there.
         """
-        self._local = threading.local()
-        self._closed.set()
+        self._local, self._closed = threading.local(), True
+        for writer in list(self._writers):
+            writer._buffer_closed = True
 
     def give_up(self) -> None:
         """Has this process's writers wait no longer for the limiter: what it keeps out is dropped, with `Stopped`."""

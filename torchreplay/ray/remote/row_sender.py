@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
@@ -15,18 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from torchreplay.errors import AttachError, ReplayLost, Stopped
-from torchreplay.ray.remote.ingest_actor import Answer, Chunk
+from torchreplay.ray.remote.row_wire import Answer, Chunk, RowLink
 from torchreplay.ray.remote.send_buffer import Delay, SendBuffer, WriterState
 from torchreplay.ray.runtime.actor_client import NodeActor
 from torchreplay.ray.runtime.session import import_ray, logger
+from torchreplay.ray.wire.link import Way
 from torchreplay.schema.config import Config
 from torchreplay.segment.waits import SLICE_NS, Wait
 
 TICK: Final = 0.1
 """Seconds that rows wait at most before they are sent, when not as many are under way as may be."""
-
-INLINE_BYTES: Final = 64 << 10
-"""Smaller chunks travel with the call; larger ones as objects of their own, which are sent again without a copy."""
 
 FAREWELL: Final = 5.0
 """Seconds that a process which ends gives to its rows."""
@@ -46,6 +45,7 @@ class RowSender:
     def __init__(self, actor: NodeActor, ending: Stopped | None = None) -> None:
         self._ray = import_ray()
         self._actor = actor
+        self._way = Way(RowLink, f"the buffer on node {actor.node}", partial(actor.tell, "address"), [0])
         self.ending = ending  # why nobody should write any more; None while they should
         # What has gone wrong, where nobody can write from here any more although they should; "" otherwise
         self.failure = ""
@@ -67,8 +67,8 @@ class RowSender:
         self._check()
         send_buffer = SendBuffer(config, num_envs)
         self._send_buffers.add(send_buffer)
-        with suppress(self._ray.exceptions.RayError, AttachError):  # then the next heartbeat does it, or says why not
-            self._actor.tell("look", [send_buffer.source], group="rows")
+        self._heartbeat_due = 0.0  # a learner that waits knows that rows may come
+        self._events.put(None)
         return send_buffer
 
     def make_room(self, send_buffer: SendBuffer, admitted: Callable[[], bool], timeout: float | None) -> None:
@@ -118,7 +118,8 @@ class RowSender:
         if not self._thread.is_alive():  # it has ended, or this is a forked child, whose end is not its parent's
             return
         for send_buffer in list(self._send_buffers):
-            send_buffer.state = WriterState.DRAINED
+            if send_buffer.state is WriterState.WRITING:
+                send_buffer.state = WriterState.DRAINED
         self._events.put(None)
         self.close()
         self._thread.join(FAREWELL)
@@ -152,6 +153,7 @@ class RowSender:
         finally:
             self._fail("this process has closed its writers for good, and sends no more rows")  # unless it is known
             atexit.unregister(self.drain)
+            self._way.close()
             self._await_departure()
 
     def _take_events(self) -> bool:
@@ -187,29 +189,31 @@ class RowSender:
         if send_buffer.ended is None:
             send_buffer.cut(sweep)
             for chunk in send_buffer.window.to_send():
+                if send_buffer.delay is not None and send_buffer.window.unanswered:
+                    break  # none is taken before that one
                 self._send(send_buffer, chunk)
         if send_buffer.state is WriterState.WRITING:
             return
-        # A heartbeat under way may name this writer, which must not be registered again.
-        if send_buffer.ended is not None or (send_buffer.is_empty and not self._heartbeat_out):
+        if send_buffer.ended is not None or send_buffer.is_empty:
             self._forget(send_buffer)
 
     def _send(self, send_buffer: SendBuffer, chunk: Chunk) -> None:
-        window = send_buffer.window
+        source = send_buffer.source
         try:
-            if chunk.block.nbytes > INLINE_BYTES and chunk.number not in window.stored:
-                window.stored[chunk.number] = self._ray.put(chunk)
-            hear = partial(self._hear, send_buffer, chunk.number)
-            self._call(hear, "push", send_buffer.source, window.stored.get(chunk.number, chunk), group="rows")
+            link = self._way.link()
+            if link is None:
+                answer = self._actor.tell("push", source, chunk, group="rows").future()
+            else:
+                answer = link.push(source, chunk)
+            self._await_answer(answer, partial(self._hear, send_buffer, chunk.number))
         except self._ray.exceptions.RayError as error:
             self._send_again(send_buffer, error)
         else:
-            window.note_sent(chunk.number)
+            send_buffer.window.note_sent(chunk.number)
 
-    def _call(self, hear: Callable[[Any], None], method: str, *args: Any, group: str = "") -> None:
-        """Calls the ingest, and has its answer heard in this thread."""
-        future = self._actor.tell(method, *args, group=group).future()
-        future.add_done_callback(lambda done: self._events.put(lambda: hear(done)))
+    def _await_answer(self, answer: Future[Any], hear: Callable[[Any], None]) -> None:
+        """Has an answer of the ingest heard in this thread."""
+        answer.add_done_callback(lambda done: self._events.put(lambda: hear(done)))
 
     def _hear(self, send_buffer: SendBuffer, number: int, done: Any) -> None:
         """Takes the answer to chunk `number`."""
@@ -260,7 +264,7 @@ class RowSender:
         self._heartbeat_due = now + HEARTBEAT
         sources = [send_buffer.source for send_buffer in list(self._send_buffers) if send_buffer.ended is None]
         try:
-            self._call(self._hear_beat, "look", sources)
+            self._await_answer(self._actor.tell("look", sources).future(), self._hear_beat)
             self._heartbeat_out = True
         except self._ray.exceptions.RayError as error:
             self._look_again(error)
@@ -276,6 +280,7 @@ class RowSender:
     def _look_again(self, error: BaseException) -> None:
         """Has the next call find the ingest again after it has died."""
         self._actor.forget()
+        self._way.close()
         if isinstance(error, self._ray.exceptions.RayTaskError):
             self._fail(f"rows cannot be written on the buffer's node: {error}")
 

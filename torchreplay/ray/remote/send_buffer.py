@@ -8,28 +8,18 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 from torchreplay.buffer.replay_buffer import collecting_buffer, local_sampler
 from torchreplay.errors import Stopped
-from torchreplay.ray.remote.ingest_actor import Chunk, Source
+from torchreplay.ray.remote.row_wire import CHUNK_BYTES, CHUNK_ROWS, LARGEST_PAGE, Chunk, Source, row_bytes
 from torchreplay.schema.config import Config
-from torchreplay.schema.spec import Field, nest
-
-CHUNK_BYTES: Final = 4 << 20
-CHUNK_ROWS: Final = 4096
-"""Rows are sent when there are so many bytes or rows of them, when somebody waits for them, or after a while.
-
-Values of any length count for themselves: a chunk ends with the row that makes them so many bytes."""
+from torchreplay.schema.spec import nest
 
 WINDOW_BYTES: Final = 3 * CHUNK_BYTES
 """Bytes of pages that rows in no chunk take at most, unless one row needs more: two chunks of values, and for each row
 of a chunk a page that is not full."""
-
-LARGEST_PAGE: Final = 4096
-"""Bytes: pages are of another size where rows are collected."""
 
 IN_FLIGHT: Final = 4
 """Chunks of one writer that are under way at most: then it waits."""
@@ -43,16 +33,14 @@ class WriterState(Enum):
     DRAINED = auto()  # it is there, but its process ends: what it wrote before is sent, and nothing later
 
 
-@dataclass(frozen=True, slots=True)
-class Delay:
+class Delay(NamedTuple):
     """What keeps rows from being taken for now."""
 
     waits_for: str
     by_limiter: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(NamedTuple):
     """Why the rows of a writer are taken no more."""
 
     reason: str
@@ -71,27 +59,26 @@ class SendWindow:
 
     Attributes:
         chunks: In order.
-        stored: Ray's references to those that travel as objects of their own, by number.
+        unanswered: Calls that are under way.
     """
 
     def __init__(self) -> None:
         self.chunks: deque[Chunk] = deque()
-        self.stored: dict[int, Any] = {}
         self._last_sent = 0  # number of a chunk
-        self._unanswered = 0  # calls
+        self.unanswered = 0
         self._goes_back = False  # all is sent again when every call is answered
         self._not_before = 0.0  # monotonic time of the next try
 
     @property
     def is_empty(self) -> bool:
         """Whether everything is acknowledged, and no call is under way."""
-        return not self.chunks and not self._unanswered
+        return not self.chunks and not self.unanswered
 
     def to_send(self) -> Iterator[Chunk]:
         """Yields each chunk that is to be sent now, for as long as none before it could not be."""
         if time.monotonic() < self._not_before:
             return
-        if self._goes_back and not self._unanswered:
+        if self._goes_back and not self.unanswered:
             self._goes_back, self._last_sent = False, 0
         for chunk in self.chunks:
             if self._goes_back:
@@ -101,27 +88,26 @@ class SendWindow:
 
     def note_sent(self, number: int) -> None:
         """Notes that a chunk is under way."""
-        self._unanswered += 1
+        self.unanswered += 1
         self._last_sent = number
 
     def note_answer(self) -> None:
         """Notes that a call is answered, or has failed."""
-        self._unanswered -= 1
+        self.unanswered -= 1
 
     def acknowledge(self, written: int) -> None:
         """Forgets the chunks up to number `written`, which are in the buffer."""
         while self.chunks and self.chunks[0].number <= written:
-            self.stored.pop(self.chunks.popleft().number, None)
+            self.chunks.popleft()
 
     def go_back(self) -> None:
         """Has all that is not acknowledged sent again, once every call is answered."""
         self._goes_back = True
 
     def start_over(self, seconds: float) -> None:
-        """Has all sent again after so many seconds, and stored anew: an object of Ray's may be lost."""
+        """Has all sent again after so many seconds."""
         self.go_back()
         self._not_before = time.monotonic() + seconds
-        self.stored.clear()
 
 
 class SendBuffer:
@@ -146,9 +132,7 @@ class SendBuffer:
     """
 
     def __init__(self, config: Config, num_envs: int) -> None:
-        row = sum(column.nbytes for column in config.fields.values() if isinstance(column, Field)) + 24
-        row += LARGEST_PAGE if config.ragged else 0
-        rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // row))
+        rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // row_bytes(config)))
         # A writer takes tickets by the 64, and no more than a quarter of the ring, past what it is admitted.
         capacity = max(8, 2 * rows, config.view.rows_of_an_item)
         # A row may take a quarter of the buffer's pages, and so of these, whose size is another one.
@@ -184,7 +168,7 @@ class SendBuffer:
                 break
             block, links_at = segment.copy_run(self._cut, rows)
             self._number += 1
-            self.window.chunks.append(Chunk(self._number, self._cut, rows, block.numpy(), links_at))
+            self.window.chunks.append(Chunk(self._number, self._cut, rows, links_at, block.numpy()))
             self._cut += rows  # after that: rows are never in neither
             self._admit()
             self.tell()
@@ -209,7 +193,7 @@ class SendBuffer:
     def acknowledge(self, written: int) -> None:
         """Forgets the chunks up to number `written`, which are in the buffer."""
         if written > 0 and self.source.fresh:
-            self.source = replace(self.source, fresh=False)
+            self.source = self.source._replace(fresh=False)
         self.window.acknowledge(written)
         self.tell()
 

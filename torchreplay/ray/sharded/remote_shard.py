@@ -63,7 +63,7 @@ class RemoteShard(RemoteBuffer):
         """Returns a writer, as `RemoteBuffer.writer` does; `ShardLost` where the shard is gone."""
         streams = streams_of(envs, num_envs, autoreset)
         with _losses_of_a_shard():
-            return RemoteShardWriter(self._sender, self._config, *streams, self._closed)
+            return RemoteShardWriter(self._sender, self._config, *streams, self._writers)
 
 
 class RemoteAttachment:

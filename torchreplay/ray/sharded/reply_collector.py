@@ -8,14 +8,17 @@ from concurrent.futures import CancelledError, Future, TimeoutError
 from contextlib import suppress
 from typing import Any, Final
 
-from torchreplay.errors import ReplayTimeout
+from torchreplay.errors import AttachError, ReplayTimeout
 from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.ray.sharded.local_shard import Gone
-from torchreplay.ray.sharded.shard_link import LinkBroken
+from torchreplay.ray.wire.link import LinkBroken
 from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait
 
 UNREACHABLE_SECONDS: Final = 30.0
 """Seconds for which a shard that Ray cannot reach, and does not know to be dead, is asked again before it is lost."""
+
+WATCH_SECONDS: Final = 2.0
+"""Seconds without an answer over a connection after which Ray is asked whether a shard is there."""
 
 PROBE_SECONDS: Final = 1.0
 """Seconds for which such a shard is then asked whether it is there; one that is merely slow is."""
@@ -60,12 +63,15 @@ class ReplyCollector:
         Raises:
             ReplayTimeout: One takes too long.
         """
-        log_at = started = time.monotonic()
-        left = list(calls.values())
+        log_at = looked_at = started = time.monotonic()
+        left, probes = list(calls.values()), dict[int, Any]()
         while left:
             seconds = (SLICE_NS if wait is None else wait.slice_ns()) * 1e-9
             left = self._unanswered(left, seconds)
             expired = wait is not None and wait.expired
+            if left and time.monotonic() - looked_at >= WATCH_SECONDS:
+                looked_at = time.monotonic()
+                self._look({number: call for number, call in calls.items() if call in left}, probes)
             if left and (expired or time.monotonic() - log_at >= LOG_EVERY):
                 log_at = time.monotonic()
                 silent = ", ".join(self._name(number) for number, call in calls.items() if call in left)
@@ -103,6 +109,16 @@ class ReplyCollector:
             return None
         self._unreachable.pop(number, None)
         return answer
+
+    def _look(self, calls: Mapping[int, Any], probes: dict[int, Any]) -> None:
+        """Asks Ray for shards that are silent over their connections: a node that is lost ends none."""
+        if not self._ray.is_initialized():  # a call would start another one
+            raise AttachError("Ray was shut down in this process: nothing reaches the shards from here")
+        for number in [number for number, call in calls.items() if isinstance(call, Future)]:
+            if number not in probes:
+                probes[number] = self._probe(number)
+            elif probes[number] is not None and self.are_there([probes[number]]):
+                self.answer(number, probes.pop(number))  # if it is gone, its connection is ended
 
     def _is_there(self, number: int) -> bool:
         """Returns whether a shard answers now, or is merely slow."""

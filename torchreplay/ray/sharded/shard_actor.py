@@ -21,7 +21,8 @@ from torchreplay.errors import CheckpointError
 from torchreplay.ray.runtime.session import import_ray
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardSampler
-from torchreplay.ray.sharded.shard_server import Address, ShardServer
+from torchreplay.ray.sharded.shard_wire import ShardServer
+from torchreplay.ray.wire.connection import Address
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import MinSize
 from torchreplay.schema.samplers import Prioritized

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,9 +24,10 @@ from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, Rule
 from torchreplay.ray.sharded.remote_shard import RemoteAttachment
 from torchreplay.ray.sharded.reply_collector import ReplyCollector
-from torchreplay.ray.sharded.shard_link import ShardLinks
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport
 from torchreplay.ray.sharded.shard_table import LostShard, ShardEntry, ShardTable
+from torchreplay.ray.sharded.shard_wire import ShardLink
+from torchreplay.ray.wire.link import Way
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.limiters import Limiter, MinSize
 from torchreplay.schema.spec import Path, nest
@@ -75,7 +76,8 @@ class ShardClient:
         self.remote = RemoteAttachment(self._shard_to_write_to, self._answers)
         # The shard on this node, which is drawn from and fed back to through shared memory once it is attached
         self.local = LocalAttachment(self._lock, self.entry_here, self._answers)
-        self.links = ShardLinks()  # to the shards of other nodes
+        self._ways: dict[int, Way[ShardLink]] = {}  # to the shards of other nodes, by what names their memory
+        self.carried = [0]  # bytes on them
         self.rounds = 0  # in which shards of other nodes were asked for candidates, all at once
         self.node = ray_node()  # Ray's id of the node that this process is on
         # What each shard said last, by number; an older answer changes nothing. Never changed: there is another mapping
@@ -214,7 +216,7 @@ class ShardClient:
 
     def release(self) -> None:
         """Lets go of the shards that this process reads and writes."""
-        self.links.keep(())
+        self._keep_ways(())
         self.local.release()
         self.remote.release()
 
@@ -275,7 +277,7 @@ class ShardClient:
             entry = entries.get(number)
             if entry is None or (local is not None and number == local.number):
                 continue
-            link = None if layout is None else self.links.to(entry)
+            link = None if layout is None else self._link_to(entry)
             calls[number] = (
                 entry.actor.draw.remote(count, largest)
                 if link is None or layout is None
@@ -366,7 +368,7 @@ class ShardClient:
             local = self.local.shard
         if local is not None and local.number == number:
             return local.update(keys, td)
-        link = self.links.to(entry)
+        link = self._link_to(entry)
         if link is None or len(keys) > MAX_BATCH:
             return entry.actor.update.remote(keys, td)
         return link.update(keys, td)
@@ -459,7 +461,7 @@ class ShardClient:
                 self.coordinator.tell("lost", lost.number, rows, inserted, "")
         self.table = table
         self.figures = {number: figures for number, figures in self.figures.items() if number in table.entries}
-        self.links.keep(table.entries.values())
+        self._keep_ways(table.entries.values())
         if self.local.shard is not None:
             entry = table.entries.get(self.local.shard.number)
             if entry is None or entry.node != self.node:  # a shard that was restored has another number
@@ -485,6 +487,22 @@ class ShardClient:
     def _probe(self, number: int) -> Any:
         entry = self.table.entries.get(number)
         return None if entry is None else entry.actor.draw.remote(0, 0.0)
+
+    def _link_to(self, entry: ShardEntry) -> ShardLink | None:
+        """Returns the connection to a shard of another node; None: it is called through Ray."""
+        way = self._ways.get(entry.handle.nonce)
+        if way is None:
+            called = f"shard {entry.number} on node {entry.node}"
+            way = Way(ShardLink, called, entry.actor.address.remote, self.carried)
+            way = self._ways.setdefault(entry.handle.nonce, way)
+        return way.link()
+
+    def _keep_ways(self, entries: Iterable[ShardEntry]) -> None:
+        """Ends the connections to all but these shards."""
+        there = {entry.handle.nonce for entry in entries}
+        for shard in [shard for shard in list(self._ways) if shard not in there]:
+            if (way := self._ways.pop(shard, None)) is not None:  # another thread may do the same
+                way.close()
 
     def _name(self, number: int) -> str:
         entry = self.table.entries.get(number)

@@ -12,12 +12,13 @@ from forked import eventually
 from local_shards import SPEC
 
 import torchreplay as tr
-from torchreplay.ray.sharded import shard_link, shard_server
+from torchreplay.ray.sharded import reply_collector
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.shard_actor import Shard
-from torchreplay.ray.sharded.shard_link import LinkBroken, ShardLink, ShardLinks
-from torchreplay.ray.sharded.shard_server import Address, ShardServer
-from torchreplay.ray.sharded.wire import HELLO, REQUEST
+from torchreplay.ray.sharded.shard_wire import ANSWER, REQUEST, ShardLink, ShardServer
+from torchreplay.ray.wire import server
+from torchreplay.ray.wire.connection import HELLO, MARK, Address
+from torchreplay.ray.wire.link import LinkBroken, Way
 from torchreplay.schema.config import Config
 
 RAGGED = {**SPEC, "tokens": tr.Ragged("int32")}
@@ -37,7 +38,7 @@ class Served:
         self.shard._buffer.extend(**rows)
         self.before = lambda: None
         self.server = ShardServer("127.0.0.1", self._draw, self.shard.update)
-        self.link = ShardLink(self.server.address, None)
+        self.link = ShardLink(self.server.address)
 
     def _draw(self, n, largest):
         self.before()
@@ -70,12 +71,7 @@ def test_it_counts_what_it_carries():
     with Served() as served:
         served.link.update(np.arange(50), np.ones(50)).result(SECONDS)
         _, block = served.link.draw(32, 1.0, served.layout).result(SECONDS)
-        assert served.link.carried == 2 * REQUEST.size + 50 * (8 + 8) + block.nbytes
-        links = ShardLinks()
-        links._links[5] = served.link
-        before = links.carried
-        links.keep(())  # the shard is gone
-        assert links.carried == before == served.link.carried
+        assert served.link._carried[0] == 2 * (REQUEST.size + ANSWER.size) + 50 * (8 + 8) + block.nbytes
 
 
 def test_values_of_any_length_come_with_their_lengths():
@@ -109,10 +105,10 @@ def test_who_does_not_know_the_secret_is_not_heard(hello):
         stranger.sendall(hello[: len(HELLO) + 32])
         assert stranger.recv(1) == b""
         with pytest.raises(OSError, match="connection"):
-            ShardLink(served.server.address._replace(secret=bytes(32)), None)
+            ShardLink(served.server.address._replace(secret=bytes(32)))
 
 
-@pytest.mark.parametrize("request_", [REQUEST.pack(b"trsh", 0, 1 << 31, 1.0), REQUEST.pack(b"what", 0, 4, 1.0)])
+@pytest.mark.parametrize("request_", [REQUEST.pack(MARK, 1 << 31, 1.0), REQUEST.pack(b"what", 4, 1.0)])
 def test_a_request_that_makes_no_sense_ends_the_connection(request_):
     with Served() as served:
         served.link._connection.sendall(request_)
@@ -132,69 +128,71 @@ def test_an_answer_that_makes_no_sense_ends_the_connection():
             connection.sendall(HELLO + b"\x00" * 1000)
 
         threading.Thread(target=lie, daemon=True).start()
-        link = ShardLink(Address(*liar.getsockname(), b"any"), None)
+        link = ShardLink(Address(*liar.getsockname(), b"any"))
         with pytest.raises(LinkBroken):
             link.draw(4, 1.0, served.layout).result(SECONDS)
 
 
-class Dead(Exception):
-    """Ray's word for it."""
-
-
 def test_a_shard_that_ray_knows_to_be_dead_is_not_waited_for(monkeypatch):
-    def get(call):
-        raise Dead
+    """Of a node that is lost no connection ends."""
+    exceptions = pytest.importorskip("ray").exceptions
 
-    ray = SimpleNamespace(
-        exceptions=SimpleNamespace(RayError=Dead),
-        wait=lambda calls, timeout: (calls, []),
-        get=get,
-        is_initialized=lambda: True,
-    )
-    monkeypatch.setattr(shard_link, "WATCH_SECONDS", 1)
-    monkeypatch.setattr(shard_link, "import_ray", lambda: ray)
+    def get(call):
+        assert call == "a call"
+        raise exceptions.ActorDiedError
+
+    def lose(number, why):
+        lost.append(number)
+        served.link.close()
+
+    wait = lambda calls, num_returns, timeout: (calls, [])  # noqa: E731
+    ray = SimpleNamespace(exceptions=exceptions, wait=wait, get=get, is_initialized=lambda: True)
+    monkeypatch.setattr(reply_collector, "WATCH_SECONDS", 0.1)
+    monkeypatch.setattr(reply_collector, "import_ray", lambda: ray)
     with Served() as served:
-        held = threading.Event()
+        lost, held = [], threading.Event()
         served.before = lambda: held.wait(SECONDS)
-        actor = SimpleNamespace(draw=SimpleNamespace(remote=lambda *_: "a call"))
-        link = ShardLink(served.server.address, actor)
-        with pytest.raises(Dead):
-            link.draw(4, 1.0, served.layout).result(SECONDS)
+        collector = reply_collector.ReplyCollector(lose, str, lambda number: "a call")
+        assert collector.collect({7: served.link.draw(4, 1.0, served.layout)}) == {}
+        assert lost == [7]
         held.set()
+        ray.is_initialized = lambda: False
+        held.clear()
+        other = ShardLink(served.server.address)
+        with pytest.raises(tr.AttachError, match="Ray was shut down"):
+            collector.collect({7: other.draw(4, 1.0, served.layout)})
+        held.set()
+        other.close()
 
 
 def test_where_no_connection_can_be_made_it_is_said_once_and_ray_is_called(caplog):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = Address(*closed.getsockname(), b"any")
-    links, asked = ShardLinks(), []
+    asked = []
 
-    def remote():
+    def locate():
         asked.append(None)
         return address
 
-    links._ray = SimpleNamespace(get=lambda call, timeout: call, exceptions=links._ray.exceptions)
-    entry = SimpleNamespace(
-        number=2,
-        node="b",
-        handle=SimpleNamespace(nonce=7),
-        actor=SimpleNamespace(address=SimpleNamespace(remote=remote)),
-    )
-    assert [links.to(entry) for _ in range(3)] == [None] * 3
+    wait = lambda calls, timeout: (calls, [])  # noqa: E731
+    way = Way(ShardLink, "shard 2 on node b", locate, [0])
+    way._ray = SimpleNamespace(get=lambda call: call, wait=wait, exceptions=way._ray.exceptions)
+    assert [way.link() for _ in range(3)] == [None] * 3
     (record,) = caplog.records
     assert "shard 2 on node b is called through Ray, which is slower" in record.getMessage()
     assert len(asked) == 1
 
 
 def test_strangers_who_say_nothing_keep_nobody_out_for_long_and_start_few_threads(monkeypatch):
-    monkeypatch.setattr(shard_server, "HELLO_SECONDS", 1)
+    monkeypatch.setattr(server, "HELLO_SECONDS", 1)
     with Served() as served:
         before = threading.active_count()
-        strangers = [socket.create_connection(served.server.address[:2]) for _ in range(3 * shard_server.STRANGERS)]
-        eventually(lambda: threading.active_count() >= before + shard_server.STRANGERS // 2)
-        assert threading.active_count() <= before + shard_server.STRANGERS
+        strangers = [socket.create_connection(served.server.address[:2]) for _ in range(3 * server.STRANGERS)]
+        eventually(lambda: threading.active_count() >= before + server.STRANGERS // 2)
+        assert threading.active_count() <= before + server.STRANGERS
         assert served.link.draw(8, 1.0, served.layout).result(SECONDS) is not None
         eventually(lambda: threading.active_count() == before)
-        with contextlib.closing(ShardLink(served.server.address, None)) as other:
+        with contextlib.closing(ShardLink(served.server.address)) as other:
             assert other.draw(8, 1.0, served.layout).result(SECONDS) is not None
         for stranger in strangers:
             stranger.close()
@@ -217,7 +215,7 @@ def test_a_listener_goes_on_after_the_system_has_refused_a_connection(monkeypatc
         for _ in range(2):  # the first wakes the call of accept() that waits
             socket.create_connection(served.server.address[:2]).close()
         assert refused.wait(SECONDS)
-        with contextlib.closing(ShardLink(served.server.address, None)) as other:
+        with contextlib.closing(ShardLink(served.server.address)) as other:
             assert other.draw(8, 1.0, served.layout).result(SECONDS) is not None
 
 
@@ -225,8 +223,8 @@ def test_a_signal_handler_amid_a_request_sends_nothing_into_it():
     with Served() as served:
         served.link._sender = threading.get_ident()
         assert served.link.halfway
-        links, entry = ShardLinks(), SimpleNamespace(handle=SimpleNamespace(nonce=5), actor=None)
-        links._links[5] = served.link
-        assert links.to(entry) is None  # the shard is called through Ray
+        way = Way(ShardLink, "shard", None, [0])
+        way._link = served.link
+        assert way.link() is None  # the shard is called through Ray
         served.link._sender = 0
-        assert links.to(entry) is served.link
+        assert way.link() is served.link

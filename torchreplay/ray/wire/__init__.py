@@ -1,0 +1,3 @@
+"""Connections between processes of several nodes, beside Ray's calls."""
+
+__all__ = ["connection", "link", "server"]

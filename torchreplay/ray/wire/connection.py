@@ -1,0 +1,69 @@
+"""What travels between nodes over a TCP connection: structs, JSON and raw arrays.
+
+Who connects says `HELLO` and the secret that Ray has given it; the server says `HELLO`. Then each request has an
+answer, in the order of the requests. Nothing is unpickled. What does not fit ends the connection.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+HELLO: Final = b"tr-wire/2\n"
+"""What both sides say first: with another version it is another text."""
+
+MARK: Final = b"trwr"
+"""With which each request and each answer begins."""
+
+Receive = Callable[[Any], Any]
+"""Fills a contiguous array, or a bytearray, with what comes next, and returns it."""
+
+
+class Address(NamedTuple):
+    """Where a server listens, and what it wants to hear first."""
+
+    host: str
+    port: int
+    secret: bytes
+
+
+def set_up(connection: socket.socket) -> None:
+    """Has small messages leave at once, and a connection end half a minute after the way to the other side is gone."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, 10),
+        (socket.TCP_KEEPINTVL, 5),
+        (socket.TCP_KEEPCNT, 4),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, name, value)
+
+
+def receive(connection: socket.socket, room: Any) -> Any:
+    """Fills a contiguous array, or a bytearray, and returns it; raises ConnectionError at the connection's end."""
+    left = memoryview(room).cast("B") if len(room) else memoryview(b"")
+    while len(left):
+        count = connection.recv_into(left)
+        if not count:
+            raise ConnectionError("the connection has ended")
+        left = left[count:]
+    return room
+
+
+def receive_head(fill: Receive, head: struct.Struct) -> list[Any]:
+    """Returns what stands behind the mark at the beginning of a message; raises ConnectionError for anything else."""
+    mark, *values = head.unpack(fill(bytearray(head.size)))
+    if mark != MARK:
+        raise ConnectionError("something else than a message has come")
+    return values
+
+
+def send(connection: socket.socket, *parts: Any) -> int:
+    """Sends all of some buffers, small ones together; returns how many bytes they have."""
+    views = [memoryview(part).cast("B") for part in parts if len(part)]
+    total = sum(map(len, views))
+    for view in views if total > 1 << 16 else [b"".join(views)]:
+        connection.sendall(view)
+    return total
