@@ -138,9 +138,13 @@ def test_rows_go_over_the_connection_where_there_is_one(serve):
     buffer = tr.ReplayBuffer(SPEC, 1000)
     ingest, sender = serve(buffer)
     with RemoteWriter(sender(), buffer._config, None, "next_step") as writer:
-        writer.append(n=7, wide=np.full(100, 7))
+        assert writer.append(n=7, wide=np.full(100, 7)) is None
+        assert writer.extend(n=[8, 9], wide=np.array([[8], [9]]).repeat(100, 1)) is None
         writer.flush()
-    assert numbers(buffer) == [7]
+        writer._buffer_closed = True  # as closing the object of the buffer does
+        with pytest.raises(RuntimeError, match="is closed, and this writer with it"):
+            writer.append(n=10, wide=np.zeros(100))
+    assert numbers(buffer) == [7, 8, 9]
     assert ingest.by_ray == 0
 
 
