@@ -9,7 +9,7 @@ from typing import Any
 import torchreplay
 
 project = "torchreplay"
-copyright = "the torchreplay authors"
+copyright = "the torchreplay authors, under the Apache License 2.0"
 version = release = torchreplay.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
@@ -30,7 +30,7 @@ napoleon_use_ivar = True  # one list of attributes
 add_module_names = False
 
 html_theme = "furo"
-html_title = "torchreplay"
+html_title = f"torchreplay {version}"
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 html_theme_options = {"top_of_page_buttons": []}
@@ -42,10 +42,11 @@ html_search_scorer = str(Path(__file__).with_name("static") / "scorer.js")
 def as_markup(app: Any, what: str, name: str, it: Any, options: Any, lines: list[str]) -> None:
     """Turns the little Markdown of a docstring, code fences and |absolute values|, into what Sphinx reads."""
     parts = re.split(r"(?ms)^```\w*\n(.*?)^```$", "\n".join(lines))
-    parts[::2] = [part.replace("|", "\\|") for part in parts[::2]]
+    parts[::2] = [re.sub(r"`?docs/(\w+)\.md`?", r":doc:`/\1`", part.replace("|", "\\|")) for part in parts[::2]]
     parts[1::2] = [".. code-block:: python\n\n" + indent(part, "    ") for part in parts[1::2]]
-    first = [""] if what == "property" else []  # else napoleon takes what stands before a colon for a type
-    lines[:] = first + "".join(parts).split("\n")
+    lines[:] = "".join(parts).split("\n")
+    if what in ("attribute", "data", "property"):
+        lines[0] = f": {lines[0]}"  # napoleon takes what stands before the first colon for a type: there is none
 
 
 def setup(app: Any) -> None:

@@ -216,6 +216,8 @@ def test_the_site_builds_without_a_warning(tmp_path):
     )
     assert (run.returncode, run.stderr) == (0, "")
     assert (tmp_path / "site" / "searchindex.js").stat().st_size > 10_000
+    cut = "Type<span class="  # the first line of a property up to its colon, taken for the property's type
+    assert [page.name for page in (tmp_path / "site" / "api").rglob("*.html") if cut in page.read_text()] == []
 
 
 def test_the_citation_names_this_version():

@@ -480,7 +480,8 @@ class ReplayBuffer(HeldRows, Queue, Replay):
 
         Args:
             batch_or_keys: A batch of this buffer, or a dict made of one with its `key`; or integer keys `[n]`.
-            td: TD errors `[n]` of any real dtype, on any device; their absolute values are taken.
+            td: TD errors `[n]` of any real dtype, on any device. They may need a gradient (no `detach()`):
+                their values are read, and their absolute values taken.
 
         Raises:
             ValueError: A shape does not fit, an error is NaN or infinite, a key was never issued, or the batch is of

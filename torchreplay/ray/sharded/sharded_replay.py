@@ -307,7 +307,8 @@ class ShardedReplay(Replay):
 
         Args:
             batch_or_keys: A batch of this buffer, or int64 keys `[n]`.
-            td: TD errors `[n]` of any real dtype, on any device; their absolute values are taken.
+            td: TD errors `[n]` of any real dtype, on any device. They may need a gradient (no `detach()`):
+                their values are read, and their absolute values taken.
 
         Raises:
             ValueError: A shape does not fit, an error is NaN or infinite, a key was never issued, or the batch is of
