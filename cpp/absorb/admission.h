@@ -51,6 +51,18 @@ class Admission {
     return most - std::min(most, count());
   }
 
+  // From here on versions count, and items that are handed out: when the first item is admitted or drawn, whichever
+  // comes first. After a death in between it begins again.
+  void begin() {
+    if (header_.admission_begun) return;
+    header_.admission_base = header_.policy_version.load(std::memory_order_seq_cst);
+    header_.done_before = header_.handed_out_gone + header_.handed_out - std::min(header_.held, header_.handed_out);
+    TORCHREPLAY_FAULT("admit.counted");
+    kill_fence();
+    header_.admission_begun = 1;
+    TORCHREPLAY_FAULT("admit.begun");
+  }
+
   // Admits `n` items, which that participant may write then, unless there is no room.
   bool admit(Participant& writer, uint32_t n) {
     if (header_.importer) return false;
@@ -83,17 +95,6 @@ class Admission {
   bool is_unseen(uint64_t slot, uint64_t key) const {
     const uint64_t word = memory_.row(slot).word.load(std::memory_order_acquire);
     return slot_word::is_row(word) && slot_word::key1(word) == key + 1 && memory_.at(slot) != key + 1;
-  }
-
-  // After a death in between it begins again.
-  void begin() {
-    if (header_.admission_begun) return;
-    header_.admission_base = header_.policy_version.load(std::memory_order_seq_cst);
-    header_.done_before = header_.handed_out_gone + header_.handed_out - std::min(header_.held, header_.handed_out);
-    TORCHREPLAY_FAULT("admit.counted");
-    kill_fence();
-    header_.admission_begun = 1;
-    TORCHREPLAY_FAULT("admit.begun");
   }
 
   // Items that somebody holds or is done with, since it began.

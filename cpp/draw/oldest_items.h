@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "absorb/admission.h"
 #include "absorb/drawn_items.h"
 #include "absorb/queue_room.h"
 #include "draw/draw_rules.h"
@@ -83,6 +84,7 @@ class OldestItems {
         drawing_.index = groups_.take(*rules.groups);
       else
         find_in_order(many);
+      if (Admission::is_kept(header_)) Admission(memory_).begin();
       DrawnItems drawn(memory_);
       for (const int64_t index : drawing_.index) {
         drawn.mark(static_cast<uint64_t>(index));

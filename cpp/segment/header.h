@@ -219,7 +219,7 @@ struct Header {
   // Of an admission. Since when it counts: the learner's version, and items that were done by then.
   int64_t admission_base;
   uint64_t done_before;
-  uint32_t admission_begun;  // 0: it begins with the next item that is admitted
+  uint32_t admission_begun;  // 0: it begins with the next item that is admitted or drawn
 
   uint32_t ending;  // of a queue: presence of who is done with the items that it has marked; 0: nobody
 

@@ -450,6 +450,19 @@ def test_versions_count_from_the_first_item_that_is_admitted():
         assert room(queue) == 4
 
 
+def test_versions_count_from_the_first_draw_where_that_comes_before():
+    """As in a run that goes on: its learner is there before the first generator."""
+    with queue_of(4, 1, sampler=tr.Fifo(commit="manual")) as queue, queue.writer() as writer:
+        write(writer, 8)
+        copy = queue.copy()
+    with copy as queue:
+        for version in (1, 2):
+            queue.sample(4)
+            queue.policy_version = version
+        assert queue.stats().held_items == 8
+        assert room(queue) == 8
+
+
 def test_another_admission_counts_from_the_moment_at_which_it_is_set():
     with queue_of(4, 0) as queue, queue.writer() as writer:
         write(writer, 4)
