@@ -115,6 +115,17 @@ class FieldValue {
     copy(m.value(f, slot), time, lane);
   }
 
+  // A value that is copied as it is, and not long: so many bytes, from there on, for each time so much further on.
+  struct Plain {
+    const char* from;
+    int64_t time_stride;
+    uint64_t nbytes;  // 0: it is none
+  };
+  Plain plain() const {
+    const bool is = dense_ && to_ != Element::kBool && nbytes_ < kStreamedBytes;
+    return {view_.array.data, time_stride_, is ? nbytes_ : 0};
+  }
+
   void copy(char* to, int64_t time, int64_t lane = 0) const {
     const char* from = at(time, lane);
     if (dense_)

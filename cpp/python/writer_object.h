@@ -121,6 +121,7 @@ struct WriterObject {
   KeywordMatcher matcher, reset_matcher;
   Writer session;
   std::vector<FieldValue> values, last;  // of each column; `last`: observations that ended episodes
+  std::vector<FieldValue::Plain> plain;  // of each column, of rows by themselves
   RaggedValues ragged, ragged_last;
   std::vector<PyObject*> given;  // for each field
   std::vector<Ref> last_held;
@@ -255,11 +256,16 @@ inline void write_rows(PyObject* self, WriterObject& s, uint64_t n, int64_t* key
   SegmentMemory& m = s.attached->memory();
   const Layout& layout = m.layout();
   const Fields& fields = s.fields();
+  s.plain.clear();
+  for (const FieldValue& value : s.values) s.plain.push_back(value.plain());
   // By value: what a row writes might change what is looked up anew for each of its fields.
-  const auto fill_row = [&m, values = s.values.data(), columns = layout.fields.data(), count = s.values.size()](
-                            uint64_t row, uint64_t slot) {
+  const auto fill_row = [&m, values = s.values.data(), plain = s.plain.data(), columns = layout.fields.data(),
+                         count = s.values.size()](uint64_t row, uint64_t slot) {
     for (size_t c = 0; c < count; c++) {
-      values[c].write(m, columns[c], slot, static_cast<int64_t>(row));
+      if (const FieldValue::Plain& p = plain[c]; p.nbytes)
+        copy_value(m.value(columns[c], slot), p.from + static_cast<int64_t>(row) * p.time_stride, p.nbytes);
+      else
+        values[c].write(m, columns[c], slot, static_cast<int64_t>(row));
       TORCHREPLAY_FAULT("append.field");
     }
   };
