@@ -45,7 +45,7 @@ class RowSender:
     def __init__(self, actor: NodeActor, ending: Stopped | None = None) -> None:
         self._ray = import_ray()
         self._actor = actor
-        self._way = Way(RowLink, f"the buffer on node {actor.node}", partial(actor.tell, "address"), [0])
+        self._way = Way(RowLink, f"the buffer on node {actor.node}", partial(actor.tell, "address"))
         self.ending = ending  # why nobody should write any more; None while they should
         # What has gone wrong, where nobody can write from here any more although they should; "" otherwise
         self.failure = ""

@@ -27,6 +27,7 @@ from torchreplay.ray.sharded.reply_collector import ReplyCollector
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport
 from torchreplay.ray.sharded.shard_table import LostShard, ShardEntry, ShardTable
 from torchreplay.ray.sharded.shard_wire import ShardLink
+from torchreplay.ray.wire.connection import Carried
 from torchreplay.ray.wire.link import Way
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.limiters import Limiter, MinSize
@@ -77,7 +78,7 @@ class ShardClient:
         # The shard on this node, which is drawn from and fed back to through shared memory once it is attached
         self.local = LocalAttachment(self._lock, self.entry_here, self._answers)
         self._ways: dict[int, Way[ShardLink]] = {}  # to the shards of other nodes, by what names their memory
-        self.carried = [0]  # bytes on them
+        self.carried = Carried()  # bytes on them
         self.rounds = 0  # in which shards of other nodes were asked for candidates, all at once
         self.node = ray_node()  # Ray's id of the node that this process is on
         # What each shard said last, by number; an older answer changes nothing. Never changed: there is another mapping

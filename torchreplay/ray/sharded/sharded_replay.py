@@ -478,7 +478,7 @@ class ShardedReplay(Replay):
         self._feedback.apply_arrived()
         self._feedback.hear(0)
         shards.exchange()
-        asked = self._sampler.made_here, shards.rounds, shards.carried[0]
+        asked = self._sampler.made_here, shards.rounds, shards.carried.nbytes
         return summed(shards.figures, shards.look(), self._capacity, self._count, shards.limiter, asked)
 
     def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:

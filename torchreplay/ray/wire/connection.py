@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -27,6 +28,19 @@ class Address(NamedTuple):
     host: str
     port: int
     secret: bytes
+
+
+class Carried:
+    """Counts bytes of connections, each of which has threads of its own."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._lock = threading.RLock()  # a signal handler may send, too
+
+    def add(self, nbytes: int) -> None:
+        """Counts some more."""
+        with self._lock:
+            self.nbytes += nbytes
 
 
 def set_up(connection: socket.socket) -> None:
@@ -60,10 +74,8 @@ def receive_head(fill: Receive, head: struct.Struct) -> list[Any]:
     return values
 
 
-def send(connection: socket.socket, *parts: Any) -> int:
-    """Sends all of some buffers, small ones together; returns how many bytes they have."""
+def send(connection: socket.socket, *parts: Any) -> None:
+    """Sends all of some buffers, small ones together."""
     views = [memoryview(part).cast("B") for part in parts if len(part)]
-    total = sum(map(len, views))
-    for view in views if total > 1 << 16 else [b"".join(views)]:
+    for view in views if sum(map(len, views)) > 1 << 16 else [b"".join(views)]:
         connection.sendall(view)
-    return total

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from torchreplay.ray.runtime.session import import_ray, logger
-from torchreplay.ray.wire.connection import HELLO, Address, Receive, receive, receive_head, send, set_up
+from torchreplay.ray.wire.connection import HELLO, Address, Carried, Receive, receive, receive_head, send, set_up
 
 CONNECT_SECONDS: Final = 2.0
 """Seconds within which a server must be reached."""
@@ -43,7 +43,7 @@ class Link:
 
     Args:
         address: Of the server.
-        carried: Its first element counts the bytes of requests and of answers.
+        carried: Counts the bytes of requests and of answers. None: nobody asks.
 
     Raises:
         OSError: It cannot be reached.
@@ -52,8 +52,8 @@ class Link:
     head: ClassVar[struct.Struct]
     """How each answer begins: with the mark."""
 
-    def __init__(self, address: Address, carried: list[int] | None = None) -> None:
-        self._pid, self._carried = os.getpid(), [0] if carried is None else carried
+    def __init__(self, address: Address, carried: Carried | None = None) -> None:
+        self._pid, self._carried = os.getpid(), carried or Carried()
         self._connection = socket.create_connection((address.host, address.port), CONNECT_SECONDS)
         try:
             set_up(self._connection)
@@ -95,7 +95,8 @@ class Link:
             try:
                 self._sender = threading.get_ident()
                 self._waiting.append((answer, read))
-                self._carried[0] += send(self._connection, *parts)
+                self._carried.add(sum(memoryview(part).nbytes for part in parts))  # before there can be an answer
+                send(self._connection, *parts)
             except OSError as error:  # the thread that listens hears it, too
                 self._fail(LinkBroken(str(error)))
             except BaseException:  # half a request cannot be taken back
@@ -128,7 +129,7 @@ class Link:
 
     def _receive(self, room: Any) -> Any:
         receive(self._connection, room)
-        self._carried[0] += memoryview(room).nbytes
+        self._carried.add(memoryview(room).nbytes)
         return room
 
     def _fail(self, error: Exception) -> None:
@@ -153,9 +154,14 @@ class Way(Generic[L]):
     """
 
     def __init__(
-        self, kind: Callable[[Address, list[int]], L], called: str, locate: Callable[[], Any], carried: list[int]
+        self,
+        kind: Callable[[Address, Carried], L],
+        called: str,
+        locate: Callable[[], Any],
+        carried: Carried | None = None,
     ) -> None:
-        self._ray, self._kind, self._called, self._locate, self._carried = import_ray(), kind, called, locate, carried
+        self._ray, self._kind, self._called, self._locate = import_ray(), kind, called, locate
+        self._carried = carried or Carried()
         self._link: L | None = None
         self._end: Callable[[], object] = bool  # ends the connection, also with this object: its thread holds it
         self._located: Any = None  # the call for an address that is under way
