@@ -116,7 +116,7 @@ class ReplayBuffer(HeldRows, Queue, Replay):
         self._segment, self._nonce, self._config = segment, nonce, config
         self._sampler = LocalSource(segment, nonce, config)
         self._local = threading.local()
-        self._is_queue = isinstance(config.sampler, Fifo)
+        self._is_queue, self._has_versions = isinstance(config.sampler, Fifo), config.has_versions
         self._enough = 0  # items of the largest batch that was not larger than the items there were
         self._ignores_td = ignores_td(config.sampler)  # and nobody was told
         self._origin: Handle | None = None  # by which it was attached
@@ -339,21 +339,22 @@ class ReplayBuffer(HeldRows, Queue, Replay):
         num_envs = self._config.num_envs_of(fields)
         if num_envs is not None:
             with self.writer(num_envs=num_envs) as block_writer:
-                self._tell_version(block_writer)
+                if self._has_versions:
+                    self._tell_version(block_writer)
                 keys = block_writer.extend(*args, priority=priority, **fields)
         else:
             try:
                 writer: Writer = self._local.writer
             except AttributeError:
                 writer = self._local.writer = self.writer()
-            self._tell_version(writer)
+            if self._has_versions:
+                self._tell_version(writer)
             keys = writer.extend(*args, priority=priority, **fields)  # which refuses what has no name
         self._rows_extended += keys.numel()
         return keys
 
     def _tell_version(self, writer: Writer) -> None:
-        if self._config.has_versions:
-            writer.policy_version = self.policy_version if self._extends_as is None else self._extends_as
+        writer.policy_version = self.policy_version if self._extends_as is None else self._extends_as
 
     # Drawing, and feeding back
 
