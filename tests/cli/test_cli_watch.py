@@ -53,15 +53,20 @@ def test_watch_on_a_terminal_shows_a_panel_and_leaves_it_at_the_end(run):
     assert run.name in command.text[command.text.rindex("\x1b[?1049l") :]  # and below it the last panel
 
 
+def interrupted(command):
+    """The last panel, which stays below the screen of before."""
+    command.signal(signal.SIGINT)
+    assert command.wait() == 0
+    command.shows("")
+    command.close()
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", command.text[command.text.rindex("\x1b[?1049l") :])
+
+
 @pytest.mark.parametrize("columns", [60, 200, pytest.param(80, marks=pytest.mark.slow)])
 def test_watch_fits_terminals_of_any_width(run, columns):
     with Terminal("watch", run.name, "--interval", 0.2, columns=columns) as command:
         eventually(lambda: command.shows("late TD errors"), timeout=20)
-        command.signal(signal.SIGINT)
-        assert command.wait() == 0
-        command.shows("")
-        command.close()
-    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", command.text[command.text.rindex("\x1b[?1049l") :])
+        last = interrupted(command)
     assert max(len(line) for line in last.splitlines()) <= columns
 
 
@@ -136,11 +141,7 @@ def test_the_first_line_in_a_pipe_has_rates_of_the_time_since_the_first_look(run
 def test_watch_on_a_narrow_terminal_cuts_no_number(run, columns):
     with Terminal("watch", run.name, "--interval", 0.2, columns=columns) as command:
         eventually(lambda: command.shows("late TD errors"), timeout=20)
-        command.signal(signal.SIGINT)
-        assert command.wait() == 0
-        command.shows("")
-        command.close()
-    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", command.text[command.text.rindex("\x1b[?1049l") :])
+        last = interrupted(command)
     lines = [line.strip("│ ") for line in last.splitlines()]
     for label in ("rows written", "items drawn", "batches drawn", "TD errors"):
         assert any(re.fullmatch(rf"{label} +[\d.]+( [kMG])?/s", line) for line in lines), (label, last)
@@ -217,11 +218,7 @@ def test_watch_in_a_pipe_and_list_say_how_much_of_a_queue_waits_and_is_held(sick
 def test_watch_of_a_queue_fits_terminals_of_any_width(sick_queue, columns):
     with Terminal("watch", sick_queue.name, "--interval", 0.2, columns=columns) as command:
         eventually(lambda: command.shows("items held"), timeout=20)
-        command.signal(signal.SIGINT)
-        assert command.wait() == 0
-        command.shows("")
-        command.close()
-    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", command.text[command.text.rindex("\x1b[?1049l") :])
+        last = interrupted(command)
     assert max(len(line) for line in last.splitlines()) <= columns
     assert not any(re.search(r"\d…", line) for line in last.splitlines())
 

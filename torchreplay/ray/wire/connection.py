@@ -31,7 +31,7 @@ class Address(NamedTuple):
 
 
 class Carried:
-    """Counts bytes of connections, each of which has threads of its own."""
+    """Counts the bytes that connections carry. Several threads may add at once."""
 
     def __init__(self) -> None:
         self.nbytes = 0
