@@ -133,9 +133,51 @@ def test_a_wait_that_goes_on_with_another_believes_in_writers_no_longer_unless_o
     if since_departure == 30.0:
         look(after)
         return
+    look(after)
     with pytest.raises(tr.WouldBlockForever) as caught:
         look(after)
     assert caught.value.alone_since == began
+
+
+def before(call, once, monkeypatch):
+    """Has `once()` happen just before a wait looks around for the first time by that call."""
+    look = getattr(waits.Wait, call)
+
+    def look_late(*args, **rest):
+        monkeypatch.setattr(waits.Wait, call, look)
+        once()
+        look(*args, **rest)
+
+    monkeypatch.setattr(waits.Wait, call, look_late)
+
+
+@pytest.mark.parametrize("timeout", [0, None])
+@pytest.mark.parametrize("prefetch", [None, 0, 2])
+@pytest.mark.parametrize("sampler", [tr.Uniform(), tr.Fifo()])
+def test_rows_of_a_writer_that_has_left_since_the_draw_end_a_wait(timeout, prefetch, sampler, alone, monkeypatch):
+    buffer = tr.ReplayBuffer(SPEC, 10, sampler=sampler, limiter=tr.MinSize(3) if sampler == tr.Uniform() else None)
+    extend(buffer, 2)
+    before("check_rows", lambda: extend(buffer, 1), monkeypatch)
+    if prefetch is None:
+        batch = buffer.sample(3, timeout=timeout)
+    else:
+        with contextlib.closing(iter(tr.ReplayDataset(buffer, 3, prefetch=prefetch, timeout=timeout))) as batches:
+            batch = next(batches)
+    assert len(batch["x"]) == 3
+
+
+def test_room_that_a_learner_made_that_has_left_since_ends_a_wait(alone, monkeypatch):
+    buffer = tr.ReplayBuffer(SPEC, 4, sampler=tr.Fifo())
+    extend(buffer, 4)
+
+    def draw():
+        buffer.release(buffer.sample(1))
+        buffer.commit(buffer.sample(2))
+
+    before("check_room", draw, monkeypatch)
+    with buffer.writer() as writer:
+        writer.append(x=4)
+    assert buffer.stats().rows_written == 5
 
 
 def test_an_announced_supervisor_is_waited_for_until_it_closes(monkeypatch):

@@ -81,6 +81,8 @@ class Wait:
         seconds = checked_timeout(timeout)
         self._timeout = None if seconds == math.inf else seconds
         self._log_at = LOG_EVERY
+        self._found_nobody = False  # at the last look that could
+        self._inserted = -1  # by then
         self._barren_since: float | None = None
         self._meanwhile = MEANWHILE.get()
         self._start = time.monotonic()
@@ -128,6 +130,9 @@ class Wait:
     ) -> None:
         """Gives up a wait for rows that nobody will write, or that took too long; a long one is logged.
 
+        Who wrote the last rows may have left between the draw that missed them and this look. So it counts when nobody
+        is found at two looks, and the draw between them saw no more rows than the one before.
+
         Args:
             inserted: Items that became drawable so far.
             needed: How many the limiter asks for.
@@ -153,8 +158,14 @@ class Wait:
                 f"alive: {census['writers']}, last write: {_ago(census['since_write'])}{held}{remark()}"
             )
 
-        if not census["others_writing"] and not census["supervisors"]:
-            self._check_writers(census, figures)
+        nobody, again = not census["others_writing"] and not census["supervisors"], self._found_nobody
+        known, self._found_nobody, self._inserted = self._inserted, nobody, inserted
+        if nobody:
+            error = self._no_writer(census, figures)
+            if error is not None and again and inserted == known:
+                raise error
+            if error is not None:
+                return
         if self.expired:
             raise ReplayTimeout(f"no batch{self._of()} within {self._timeout:.10g} s: {figures()}")
         self._tell("rows", figures)
@@ -204,7 +215,8 @@ class Wait:
         if self._segment.stopped:
             raise Stopped(f"{self._segment.called} was stopped")
 
-    def _check_writers(self, census: Census, figures: Callable[[], str]) -> None:
+    def _no_writer(self, census: Census, figures: Callable[[], str]) -> WouldBlockForever | None:
+        """Returns what to raise where nobody writes; None while somebody may come."""
         now, since, gone = time.monotonic(), self._start, census["since_departure"]
         if self._alone_since is not None and not 0 <= gone < now - self._alone_since:
             since = self._alone_since
@@ -216,13 +228,13 @@ class Wait:
         elif gone < 0 and waited >= STARTUP_GRACE:
             reason = f"no writer has come in {waited:.0f} s: did the explorers fail to start?"
         else:
-            return
+            return None
         error = WouldBlockForever(
             f"sample(){self._of()} would wait for ever: {figures()}; {reason}. Write more rows, start explorers, or "
             f"ask less of the limiter; buffer.expect_writers() says that writers will come"
         )
         error.no_writer, error.alone_since = True, since
-        raise error
+        return error
 
     def check_room(
         self,
@@ -233,6 +245,8 @@ class Wait:
         call: str = "append()",
     ) -> None:
         """Gives up a wait for a learner that cannot come, or that took too long; a long one is logged.
+
+        As in `check_rows`, it counts when nobody is found at two looks: the last learner may have made room, and left.
 
         Args:
             balance: Says what was inserted and drawn, and what follows from it.
@@ -250,7 +264,8 @@ class Wait:
         census, waited = self._segment.census(True), time.monotonic() - self._start
         alone = not census["others_learning"] and not census["others_owning"] and threading.active_count() == 1
         self._check_stopped()  # last, as in check_rows
-        if alone and (not census["shared"] or waited >= STARTUP_GRACE):
+        again, self._found_nobody = self._found_nobody, alone
+        if alone and (again or self.expired) and (not census["shared"] or waited >= STARTUP_GRACE):
             nobody = f"no learner has come in {waited:.0f} s, and there is no other thread to draw"
             if not census["shared"]:
                 nobody = "there is no other thread and no other process to draw"
