@@ -16,6 +16,9 @@ namespace torchreplay {
 // Most tickets that a writer holds at once: what a kill can lose.
 inline constexpr uint64_t kMaxChunk = 64;
 
+// Rows of which the word is fetched ahead: each is a CAS, which waits for its line, and a large ring is in no cache.
+inline constexpr uint64_t kAhead = 16;
+
 enum class Append {
   kDone,     // every row is written
   kLimited,  // the limiter says wait
@@ -107,6 +110,7 @@ class RingWriter {
       announce(first, chunk);
       for (uint64_t key = first; key < first + chunk; key++) {
         const uint64_t slot = memory_.slot_of(key);
+        __builtin_prefetch(&memory_.row(memory_.slot_of(key + kAhead)), 1);
         if constexpr (requires { rows.announce(written, key, Run{}); }) rows.announce(written, key, Run{});
         const Fate fate = write(key, slot, rows.meta(written), [&] { fill(written, slot); });
         if (fate == Fate::kLost) return Append::kLost;
