@@ -110,7 +110,7 @@ class RingWriter {
       announce(first, chunk);
       for (uint64_t key = first; key < first + chunk; key++) {
         const uint64_t slot = memory_.slot_of(key);
-        __builtin_prefetch(&memory_.row(memory_.slot_of(key + kAhead)), 1);
+        __builtin_prefetch(&memory_.row(slot + kAhead), 1);
         if constexpr (requires { rows.announce(written, key, Run{}); }) rows.announce(written, key, Run{});
         const Fate fate = write(key, slot, rows.meta(written), [&] { fill(written, slot); });
         if (fate == Fate::kLost) return Append::kLost;
