@@ -1,5 +1,6 @@
 """The site that `make docs` builds from these pages: Sphinx, MyST for Markdown, furo for the look."""
 
+import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,6 +39,35 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_search_scorer = str(Path(__file__).with_name("static") / "scorer.js")
 
+ROOT = Path(__file__).parent.parent
+PAGES = {
+    "CHANGELOG.md": "docs/changelog.md",
+    "CONTRIBUTING.md": "docs/contributing.md",
+    "examples/README.md": "docs/examples.md",
+    "tests/fuzz/README.md": "docs/fuzzers.md",
+    "tests/model/README.md": "docs/protocol_model.md",
+}
+"""Files of the repository that are pages of the site, too: these include them."""
+
+
+def moved(text: str, folder: str, page: str) -> str:
+    """Returns a text of a folder of the repository, its links as the page of the site has them."""
+
+    def link(match: re.Match[str]) -> str:
+        path = os.path.normpath(os.path.join(folder, match[1]))
+        there = os.path.relpath(PAGES.get(path, path), os.path.dirname(f"docs/{page}"))
+        return f"]({there}" if (ROOT / path).exists() else match[0]
+
+    return re.sub(r"\]\(([^)#:\s]+)", link, text)
+
+
+def move_page(app: Any, page: str, text: list[str]) -> None:
+    text[0] = moved(text[0], os.path.dirname(f"docs/{page}"), page)
+
+
+def move_included(app: Any, path: Path, page: str, text: list[str]) -> None:
+    text[0] = moved(text[0], os.path.dirname(os.path.normpath(f"docs/{path}")), page)
+
 
 def as_markup(app: Any, what: str, name: str, it: Any, options: Any, lines: list[str]) -> None:
     """Turns the little Markdown of a docstring, code fences and |absolute values|, into what Sphinx reads."""
@@ -51,4 +81,6 @@ def as_markup(app: Any, what: str, name: str, it: Any, options: Any, lines: list
 
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.connect("source-read", move_page)
+    app.connect("include-read", move_included)
     app.connect("autodoc-process-docstring", as_markup, priority=100)

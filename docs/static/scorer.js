@@ -1,7 +1,7 @@
 // Guides before methods: a title of a guide counts most, and the reference, adapters and histories come after it.
 const LATER = [
   [/^(api\/|_modules\/)/, 0.1],
-  [/^(benchmark|measurements)/, 0.15],
+  [/^(benchmark|measurements|changelog|contributing)/, 0.15],
   [/^(learning\/|reliability|design|architecture|coming_from_|.*_in_depth$)/, 0.4],
   [/^(quickstart|arrangements|comparison|trajectories|explorers|lightning|queues|persistence|performance|metrics)$/, 1.5],
 ];
@@ -16,7 +16,9 @@ const ABOUT = [
   [/alpha|beta|capacity|priorit/, /^choosing$/],
   [/ppo|impala|on.?policy|fifo|rollout|queue/, /^queues$/],
   [/stale|age\b|version|admi/, /^rollout_age$/],
-  [/grpo|rlhf|llm|language|vllm|trl/, /^language_models$/],
+  [/grpo|rlhf|llm|language|trl/, /^language_models$/],
+  [/vllm|http/, /^rollout_sources$/],
+  [/verl|slime|nemo|areal/, /^trainers_today$/],
   [/wandb|tensorboard|prometheus|monitor|\blog/, /^metrics$/],
   [/node|cluster|machine|remote|shard/, /^(scaling|sharding)$/],
   [/ddp|fsdp|rank|multi.?gpu|torchrun|learners/, /^learners$/],

@@ -24,7 +24,10 @@ from paths import ROOT
 
 import torchreplay as tr
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 RECORDS = {"benchmarks.md", "measurements.md", "measurements_parts.md", "measurements_shards.md"}
 GUIDES = [page for page in PAGES if page.name not in RECORDS] + [ROOT / "examples" / "README.md"]
 REFERENCE = "\n".join(path.read_text() for path in (ROOT / "docs" / "api").rglob("*.md"))
