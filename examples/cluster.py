@@ -1,7 +1,7 @@
 """Ape-X double DQN on CartPole-v1 with explorers on other nodes of a Ray cluster.
 
 The calls are those of apex.py; the pool only gets a placement. On another node `ctx.writer()` is a remote writer, whose
-rows travel through Ray, and the weights are fetched when there are newer ones. New transitions have the largest
+rows come over TCP, and the weights are fetched when there are newer ones. New transitions have the largest
 priority so far.
 
 By itself the program starts a cluster of its own on this machine. The buffer and the learner are on its head, the

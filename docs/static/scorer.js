@@ -1,7 +1,8 @@
 // Guides before methods: a title of a guide counts most, and the reference, adapters and histories come after it.
 const LATER = [
   [/^(api\/|_modules\/)/, 0.1],
-  [/^(benchmark|measurements|changelog|contributing)/, 0.15],
+  [/^(benchmark|measurements)/, 0.15],
+  [/^(changelog|contributing|examples_more|protocol_model|fuzzers)$/, 0.6],
   [/^(learning\/|reliability|design|architecture|coming_from_|.*_in_depth$)/, 0.4],
   [/^(quickstart|arrangements|comparison|trajectories|explorers|lightning|queues|persistence|performance|metrics)$/, 1.5],
 ];
