@@ -62,10 +62,12 @@ def moved(text: str, folder: str, page: str) -> str:
 
 
 def move_page(app: Any, page: str, text: list[str]) -> None:
+    """Moves the links of a page to files that are pages, too."""
     text[0] = moved(text[0], os.path.dirname(f"docs/{page}"), page)
 
 
 def move_included(app: Any, path: Path, page: str, text: list[str]) -> None:
+    """Moves all links of a file that a page includes."""
     text[0] = moved(text[0], os.path.dirname(os.path.normpath(f"docs/{path}")), page)
 
 
