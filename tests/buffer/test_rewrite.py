@@ -117,6 +117,60 @@ def test_a_row_that_begins_an_episode_has_no_step_to_rewrite(view):
     assert buffer.rewrite([first[0], first[1]], obs=[7, 8], reward=[0.0, 90.0]) == 2, "of whole rows one call"
 
 
+LINKED = [
+    tr.Transitions(),
+    tr.Transitions(n_step=2),
+    tr.Sequences(2, stride=1),
+    tr.Sequences(2, stride=1, across_episodes=True),
+]
+AS_GIVEN = {
+    "as they are": lambda keys: keys,
+    "some": lambda keys: keys[1:],
+    "one": lambda keys: keys[1:2],
+    "copied": torch.Tensor.clone,
+    "of numpy": torch.Tensor.numpy,
+    "a list": torch.Tensor.tolist,
+}
+
+
+def rewards_of(buffer):
+    return [reward for episode in buffer.episodes(unfinished=True) for reward in episode["reward"].tolist()]
+
+
+@pytest.mark.parametrize("given", AS_GIVEN)
+@pytest.mark.parametrize("view", LINKED, ids=repr)
+def test_values_of_steps_are_refused_for_the_keys_of_items_which_name_the_rows_before(view, given):
+    buffer, (first, _) = stepped(view)
+    batch, before = buffer.gather(first[1:4]), rewards_of(buffer)
+    keys = AS_GIVEN[given](batch["key"])
+    for fields in ({"reward": [90.0] * len(keys)}, {"reward": [90.0] * len(keys), "obs": [7] * len(keys)}):
+        with pytest.raises(ValueError, match=r"keys of a batch's items.*rows_of\(batch\)\[:, 1\]"):
+            buffer.rewrite(keys, **fields)
+    assert rewards_of(buffer) == before
+    assert buffer.rewrite(keys, obs=[7] * len(keys)) == len(keys), "an observation lies there"
+    assert buffer.rewrite(buffer.rows_of(batch)[:, 1], reward=[90.0] * 3) == 3
+    assert [reward == 90 for reward in rewards_of(buffer)] == [1 < k + 1 <= 4 for k in range(len(before))]
+
+
+@pytest.mark.parametrize("prefetch", [None, 0, 2])
+def test_the_keys_of_a_batch_that_was_drawn_are_refused_as_well(prefetch):
+    buffer, (first, second) = stepped(tr.Transitions())
+    buffer.discard([first[0], second[0]])  # rows that begin an episode are refused in any case
+    batch = buffer.sample(4) if prefetch is None else next(iter(tr.ReplayDataset(buffer, 4, prefetch=prefetch)))
+    with pytest.raises(ValueError, match="keys of a batch's items"):
+        buffer.rewrite(batch["key"], reward=[90.0] * 4)
+    assert buffer.rewrite(buffer.rows_of(batch)[:, 1], reward=[90.0] * 4)
+
+
+def test_keys_of_rows_are_taken_whatever_was_drawn():
+    buffer, (first, _) = stepped(tr.Transitions())
+    batch = buffer.gather(first[1:3])
+    assert buffer.rewrite(first[1:4], reward=[1.0, 2.0, 3.0]) == 3
+    assert buffer.rewrite(first[2:3], reward=[2.0]) == 1, "one of its items, by itself"
+    del batch
+    assert buffer.rewrite(first[1:3], reward=[1.0, 2.0]) == 2, "nobody has the batch any more"
+
+
 def test_windows_across_episodes_are_rewritten_with_the_rows_that_begin_one():
     buffer, (first, second) = stepped(tr.Sequences(4, across_episodes=True))
     assert buffer.rewrite([first[-1], second[0]], reward=[90.0, 0.0]) == 2

@@ -376,6 +376,42 @@ def test_an_end_in_each_step_is_named():
     assert any("is True in most steps, though the episode goes on" in what for what in said)
 
 
+# Rewards that are set later
+
+
+def relabelling(keys_of):
+    """A right loop that sets rewards anew; `keys_of(buffer, batch, is_first)` says where."""
+
+    def loop(env, buffer):
+        firsts = set()
+        with buffer.writer() as writer:
+            while True:
+                obs, _ = env.reset()
+                firsts.add(int(writer.reset(obs=obs)))
+                over = False
+                while not over:
+                    action = env.action_space.sample()
+                    obs, reward, terminated, truncated, _ = env.step(action)
+                    ends = {"terminated": terminated, "truncated": truncated}
+                    writer.step(obs=obs, action=action, reward=reward, **ends)
+                    over = terminated or truncated
+                batch = buffer.sample(16)
+                keys = keys_of(buffer, batch, np.array([int(key) in firsts for key in batch["key"]]))
+                buffer.rewrite(keys, reward=np.zeros(len(keys)))
+
+    return loop
+
+
+def test_rewards_that_are_set_by_the_keys_of_some_items_are_named():
+    loop = relabelling(lambda buffer, batch, is_first: batch["key"][~is_first][1:])
+    only(findings(loop, Noise(), episodes=20), "each one row too early", "buffer.rewrite(keys, reward=")
+
+
+def test_rewards_that_are_set_by_the_rows_of_the_steps_are_no_finding():
+    loop = relabelling(lambda buffer, batch, is_first: buffer.rows_of(batch)[:, 1][~is_first][1:])
+    assert findings(loop, Noise(), episodes=20) == ()
+
+
 # Rows that are not linked
 
 

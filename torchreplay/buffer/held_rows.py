@@ -10,7 +10,7 @@ import torch
 
 from torchreplay.buffer.episodes import episodes
 from torchreplay.buffer.inspection import StorageView, histograms
-from torchreplay.buffer.rewriting import anchors, episode_key, rewriting
+from torchreplay.buffer.rewriting import anchors, episode_key, refuse_items, rewriting, sets_steps
 from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.config import Configured
 from torchreplay.schema.samplers import priorities_of
@@ -41,7 +41,8 @@ class HeldRows(Configured):
         back where the new values change them.
 
         Keys name rows. Under a view that links rows an item has several: `rows_of` says which. There the values of a
-        step lie in the row that the step has written, behind the observation that it led to.
+        step lie in the row that the step has written, beside the observation that it led to. `batch["key"]` names the
+        row before, whose observation the step was taken at: so it is refused for them.
 
         Args:
             keys: Integer keys of rows `[n]`. Under `Rows()` also a batch of this buffer. Of equal keys the last wins.
@@ -53,7 +54,8 @@ class HeldRows(Configured):
         Raises:
             ValueError: A field is unknown, its values do not fit, or it says where episodes end. A key was never
                 issued, or the batch is of another buffer, or of a view that links rows. A row begins an episode, and
-                all fields are of steps: it has none. Nothing is changed.
+                all fields are of steps: it has none. Or values of steps are given with the keys of items, those of the
+                batch that this process was handed last. Nothing is changed.
             RuntimeError: The buffer is closed, or is being restored.
 
         Example:
@@ -62,7 +64,12 @@ class HeldRows(Configured):
             >>> buffer.gather(keys)["reward"].tolist()
             [1.0, 2.0, 0.0, 0.0, 0.0]
         """
-        return self._segment.rewrite(*rewriting(self._config, self._nonce, keys, fields))
+        checked = rewriting(self._config, self._nonce, keys, fields)
+        last = self._sampler.last_keys
+        of_items = None if last is None else last()
+        if of_items is not None and sets_steps(self._config, fields):
+            refuse_items(keys, of_items)
+        return self._segment.rewrite(*checked)
 
     def rows_of(self, batch_or_keys: ReplayBatch | Any) -> torch.Tensor:
         """Returns the keys of the rows that items consist of, from the anchor on.

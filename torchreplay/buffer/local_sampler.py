@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from weakref import ref
 
 import numpy as np
 from torch import Tensor
@@ -67,6 +68,8 @@ class LocalSampler:
         delivery_log: Of its remote writers: ours, or that of the process that the handle came from.
         pending: TD errors on their way from a device.
         ended: Whether it is closed, and was stopped before.
+        is_linked: Whether items have several rows, so that a batch's keys name anchors.
+        last_keys: Of the batch that was handed out last, where `is_linked`, while somebody has them.
     """
 
     def __init__(self, segment: _C.Segment, nonce: int, config: Config) -> None:
@@ -74,6 +77,8 @@ class LocalSampler:
         self.delivery_log: DeliveryLog | Handle | None = None
         self.pending = PendingUpdates(segment.update)
         self.ended = False
+        self.is_linked = config.view.roles(config.fields) is not None
+        self.last_keys: ref[Tensor] | None = None
         self._finish = config.finish
         plan = config.view.plan(config.fields)
         if plan is not None:
@@ -127,6 +132,8 @@ class LocalSampler:
         batch: ReplayBatch = result
         if self._finish is not None and out.__class__ is not Room:  # which has rubbish, too: its staging finishes it
             self._finish(batch)
+        if self.is_linked:
+            self.last_keys = ref(batch["key"])
         return batch
 
     def limits(self, budget: Mapping[str, int]) -> Limits:
@@ -157,6 +164,8 @@ class LocalSampler:
         batch, drawn_from = self.segment.gather(keys, beta, step)
         if self._finish is not None:
             self._finish(batch)
+        if self.is_linked:
+            self.last_keys = ref(batch["key"])
         return batch, drawn_from
 
     def _sample_waiting(

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 
@@ -96,6 +97,8 @@ class PrefetchIterator:
             raise
         if self._left is not None:
             self._left -= 1
+        if self._source.is_linked:
+            self._source.last_keys = ref(batch["key"])
         return batch
 
     def _next_batch(self) -> ReplayBatch:

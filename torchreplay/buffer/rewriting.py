@@ -5,6 +5,9 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import numpy as np
+import torch
+
 from torchreplay.schema.batch import keys_of
 from torchreplay.schema.config import Config
 from torchreplay.schema.spec import VERSION
@@ -45,6 +48,34 @@ def rewriting(config: Config, nonce: int, keys: Any, fields: dict[str, Any]) -> 
     across = getattr(config.view, "across_episodes", False)
     of_steps = roles is not None and not across and not any(names_field(fields, paths[at]) for at in roles.observation)
     return anchors(nonce, keys), fields, of_steps
+
+
+def sets_steps(config: Config, fields: dict[str, Any]) -> bool:
+    """Returns whether values of steps are given, under a view that links rows: an item's key names the row before."""
+    roles, paths = config.view.roles(config.fields), list(config.fields)
+    if roles is None:
+        return False
+    return any(names_field(fields, path) for at, path in enumerate(paths) if at not in roles.observation)
+
+
+def refuse_items(keys: Any, of_items: torch.Tensor) -> None:
+    """Raises ValueError where the keys of rows are those of a batch's items, as a whole or as a view of them.
+
+    Args:
+        keys: What somebody gave.
+        of_items: int64 `[B]`, of the batch.
+    """
+    try:
+        given = np.asarray(keys)
+    except (TypeError, ValueError, RuntimeError):  # no keys at all
+        return
+    drawn = of_items.numpy()
+    if np.may_share_memory(given, drawn) or (len(drawn) > 1 and np.array_equal(given, drawn)):
+        raise ValueError(
+            "rewrite() got the keys of a batch's items, and values of steps: these keys name the rows of the "
+            "observations, and a step's values lie in the row behind. Give buffer.rows_of(batch)[:, 1] for the steps "
+            "taken at the anchors; nothing was changed"
+        )
 
 
 def anchors(nonce: int, batch_or_keys: Any) -> Any:

@@ -88,6 +88,7 @@ def check(
     - a value of any length that is cut, unless the loop cuts all to one largest length;
     - a step that is written twice, or not at all, or with the action or the reward of another step;
     - a priority that never changes, or draws by priority without feedback;
+    - `rewrite` of steps' values by the keys of items, one row too early;
     - rewards of another scale than the buffer holds, or than before in the same loop.
 
     The environment is reset with `seed`, so is its action space, and it is left where the last episode ended.

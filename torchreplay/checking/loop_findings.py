@@ -57,6 +57,10 @@ IGNORED: Final = (
     "TD errors are fed back to a buffer whose sampler ignores them, as Uniform() and Fifo() do. Give it "
     "sampler=tr.Prioritized(), or leave update_priorities out"
 )
+STEPS_OF_ITEMS: Final = (
+    "values of steps are set by the keys of a batch's items, each one row too early: a step's lie in the row behind "
+    "its observation. Give buffer.rows_of(batch)[:, 1] for the steps taken at the anchors"
+)
 OTHER_AUTORESET: Final = (
     "the environment's metadata['autoreset_mode'] is {env!r}, the writer's autoreset is {writer!r}: rows at "
     "episodes' ends are wrong. Make it by buffer.writer(envs), or writer(num_envs={num_envs}, autoreset={env!r})"
@@ -120,6 +124,7 @@ class LoopCheck:
             self._note(where, what, rows)
         self._look_at_scales()
         self._look_at_priorities()
+        self._look_at_rewrites()
         return tuple(Finding(where, what, rows) for (where, what), rows in self._found.items())
 
     def _note(self, where: str, what: str, rows: int = 1) -> None:
@@ -296,6 +301,16 @@ class LoopCheck:
                 "buffer.update_priorities(batch, td_error)"
             )
             self._note(self._recording.samples[0], text, len(self._recording.samples))
+
+    def _look_at_rewrites(self) -> None:
+        calls: dict[str, list[tuple[int, bool]]] = {}
+        for site, keys, wrong in self._recording.rewrites:
+            calls.setdefault(site, []).append((keys, wrong))
+        for site, given in calls.items():
+            found = [keys for keys, wrong in given if wrong]
+            # A few keys of rows may be those of items drawn by chance.
+            if 2 * len(found) >= len(given) and sum(found) >= ENOUGH:
+                self._note(site, STEPS_OF_ITEMS, len(found))
 
 
 def _next(path: Path) -> Path:

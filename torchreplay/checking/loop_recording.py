@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.buffer.rewriting import sets_steps
 from torchreplay.buffer.writer import Autoreset, OwnAutoreset, Writer, checked_autoreset, streams_of
 from torchreplay.checking.casting import as_numpy
 from torchreplay.checking.rollout import each_part
@@ -109,6 +110,8 @@ class LoopRecording:
         beyond_ends: Lines of the steps that were made after an end, without a reset.
         updates: TD errors fed back, and the line.
         samples: Batches drawn.
+        rewrites: Of calls of `rewrite` with values of steps: the line, how many keys, and whether they are those of
+            items of the last batch and not of their steps.
         step_site: Line of the first `env.step`.
         refused: The error of a writer's call.
     """
@@ -122,6 +125,7 @@ class LoopRecording:
     beyond_ends: list[str] = field(default_factory=list)
     updates: list[tuple[str, np.ndarray[Any, Any]]] = field(default_factory=list)
     samples: list[str] = field(default_factory=list)
+    rewrites: list[tuple[str, int, bool]] = field(default_factory=list)
     step_site: str = ""
     refused: Exception | None = None
     _paused: bool = False
@@ -307,6 +311,16 @@ class RecordedBuffer(ReplayBuffer):
         self._recording.samples.append(site())
         self._enough = self.capacity  # nothing is to be said of a buffer that lives as long as the check
         return super().sample(*args, **given)
+
+    def rewrite(self, keys: Any, /, **fields: Any) -> int:
+        """Notes whether keys of items are given for values of steps, and rewrites."""
+        last = self._sampler.last_keys
+        of_items = None if last is None else last()
+        if of_items is not None and sets_steps(self._config, fields):
+            given, steps = _array(keys), self.rows_of(of_items)[:, 1:].numpy()
+            wrong = bool(np.isin(given, of_items.numpy()).all()) and not np.isin(given, steps).all()
+            self._recording.rewrites.append((site(), given.size, wrong))
+        return super().rewrite(keys, **fields)
 
     def update_priorities(self, batch_or_keys: Any, td: Any) -> None:
         """Notes TD errors, and applies them."""
