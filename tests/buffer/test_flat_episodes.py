@@ -241,6 +241,13 @@ def test_flags_may_be_numbers(dtype):
     assert as_lists(tr.episodes_from_flat(**data)) == expected
 
 
+def test_flags_may_be_tensors_that_need_a_gradient():
+    data = flat([3, 2], ["terminal", "timeout"])
+    expected = split_naively(data)
+    data |= {name: torch.tensor(data[name]).float().requires_grad_() for name in ("terminals", "timeouts")}
+    assert as_lists(tr.episodes_from_flat(**data)) == expected
+
+
 def test_fields_have_the_names_that_are_wanted():
     data = flat([3, 2], ["terminal", "timeout"])
     names = {"state": "observations", "end": "terminals", "cut": "timeouts", "r": "rewards"}

@@ -194,6 +194,8 @@ def test_what_cannot_work_is_refused():
             tr.QueueLoader(buffer)
         with pytest.raises(ValueError, match=r"4 batches of 40 items ahead.*240 rows.*capacity of 200"):
             loader(buffer, 40)
+        with pytest.raises(ValueError, match="batch_size is 20: the dataset has one, 5"):
+            tr.QueueLoader(tr.ReplayDataset(buffer, 5), batch_size=20)
         for lost in (dict, lambda batch: batch["x"]):
             with pytest.raises(TypeError, match="which items it is of"):
                 next(iter(loader(buffer, steps=2, collate_fn=lost)))

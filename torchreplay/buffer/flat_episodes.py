@@ -353,7 +353,7 @@ def _flags(name: str, value: Any, steps: int) -> Flags:
     if isinstance(value, Mapping):
         raise TypeError(f"{name} is a dict: expected an array with a flag for each step")
     _require_column(name, _checked(name, value, steps), steps)
-    flags = np.asarray(value[:])
+    flags = np.asarray(value.detach() if isinstance(value, torch.Tensor) else value[:])
     wrong = (flags != 0) & (flags != 1)
     if wrong.any():
         first = int(wrong.argmax())

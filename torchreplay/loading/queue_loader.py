@@ -42,8 +42,8 @@ class QueueLoader(DataLoader[Any]):
         **options: As for a `DataLoader`. `batch_size` is the dataset's.
 
     Raises:
-        ValueError: The dataset is of no queue, or has a device beside workers; or the queue cannot hold as many batches
-            as the workers draw ahead.
+        ValueError: The dataset is of no queue, or has a device beside workers; or a `batch_size` is given. Or the queue
+            cannot hold as many batches as the workers draw ahead.
         TypeError: The dataset is none, or a `GroupDataset`, which draws where the loop is.
 
     Example:
@@ -62,6 +62,11 @@ class QueueLoader(DataLoader[Any]):
             raise TypeError("dataset is a GroupDataset, which draws in the process that trains: iterate it itself")
         if not isinstance(dataset.buffer.sampler, Fifo):
             raise ValueError(f"the buffer's sampler is {dataset.buffer.sampler}: a QueueLoader needs a queue, Fifo()")
+        if "batch_size" in options:
+            raise ValueError(
+                f"batch_size is {options['batch_size']!r}: the dataset has one, {dataset.batch_size}, and its batches "
+                f"are whole; leave it out"
+            )
         if checked_int("num_workers", num_workers, 0):
             dataset = _ForTheLoop(dataset)
         super().__init__(dataset, batch_size=None, num_workers=num_workers, **options)
