@@ -173,6 +173,9 @@ class BatchSource(ABC):
         """
         raise RuntimeError("shards keep no epochs")
 
+    def note_items(self, batch: ReplayBatch) -> None:  # noqa: B027  # shards do not ask
+        """Keeps in mind which items are handed out."""
+
     def give_back(self, *drawn: dict[str, Any]) -> None:  # noqa: B027  # nothing to do where draws are with replacement
         """Says that nobody got these items, as far as the epoch under way has drawn them.
 

@@ -54,8 +54,8 @@ class HeldRows(Configured):
         Raises:
             ValueError: A field is unknown, its values do not fit, or it says where episodes end. A key was never
                 issued, or the batch is of another buffer, or of a view that links rows. A row begins an episode, and
-                all fields are of steps: it has none. Or values of steps are given with the keys of items, those of the
-                batch that this process was handed last. Nothing is changed.
+                all fields are of steps: it has none. Or values of steps are given with `batch["key"]`, of the batch
+                that this process was handed last. Nothing is changed.
             RuntimeError: The buffer is closed, or is being restored.
 
         Example:

@@ -133,8 +133,12 @@ class LocalSampler:
         if self._finish is not None and out.__class__ is not Room:  # which has rubbish, too: its staging finishes it
             self._finish(batch)
         if self.is_linked:
-            self.last_keys = ref(batch["key"])
+            self.note_items(batch)
         return batch
+
+    def note_items(self, batch: ReplayBatch) -> None:
+        """Keeps in mind which items are handed out, for `last_keys`."""
+        self.last_keys = ref(batch["key"])
 
     def limits(self, budget: Mapping[str, int]) -> Limits:
         """Returns a budget that was checked, by the places of the ragged fields of a batch."""
@@ -165,7 +169,7 @@ class LocalSampler:
         if self._finish is not None:
             self._finish(batch)
         if self.is_linked:
-            self.last_keys = ref(batch["key"])
+            self.note_items(batch)
         return batch, drawn_from
 
     def _sample_waiting(

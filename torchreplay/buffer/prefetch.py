@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
 
@@ -98,7 +97,7 @@ class PrefetchIterator:
         if self._left is not None:
             self._left -= 1
         if self._source.is_linked:
-            self._source.last_keys = ref(batch["key"])
+            self._source.note_items(batch)
         return batch
 
     def _next_batch(self) -> ReplayBatch:

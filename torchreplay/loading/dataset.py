@@ -431,6 +431,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             moved = batch if self.device is None else batch.to(self.device)
         else:
             moved = staging.hand_out(batch)
+            source_of(self.buffer).note_items(moved)  # whose keys are a copy
             staging.copy_ahead(stream.ready)
         if self.budget is not None:
             source_of(self.buffer).warn_of_budget(self.budget, moved)
