@@ -54,7 +54,16 @@ class Snapshot {
                         limiter.inserted_before,
                         limiter.sampled_before,
                         memory_.tree().grid_state(),
-                        limiter.cleared};
+                        limiter.cleared,
+                        h.dropped_items,
+                        h.expired_items,
+                        h.evicted_by_pages,
+                        h.redraws.load(std::memory_order_relaxed),
+                        h.taken_ahead.load(std::memory_order_relaxed),
+                        h.missed.load(std::memory_order_relaxed),
+                        h.aged.load(std::memory_order_relaxed),
+                        bounded(static_cast<int64_t>(h.ages.load(std::memory_order_relaxed))),
+                        bounded(h.largest_age.load(std::memory_order_relaxed))};
     return {counts, limiter};
   }
 
@@ -178,6 +187,8 @@ class Snapshot {
 
   bool linked() const { return memory_.layout().view.linked(); }
 
+  static int64_t bounded(int64_t sum) { return std::clamp(sum, -Counts::kMaxSum, Counts::kMaxSum); }
+
   // Which rows the slots hold, and their leaves: of one moment.
   void look(uint64_t first, uint64_t last) {
     memory_.fetch(first, last);
@@ -193,6 +204,12 @@ class Snapshot {
     at_.assign(&memory_.at(first), &memory_.at(first) + (last - first));
     const float* leaves = memory_.tree().leaves();
     leaf_.assign(leaves + first, leaves + last);
+    done_.clear();
+    note_who_is_out(first, last);
+    note_expired(first, last);
+  }
+
+  void note_who_is_out(uint64_t first, uint64_t last) {
     if (DrawCounts::are_kept(memory_.header())) return note_draws(first, last);
     if (!Claims::are_kept(memory_.header())) return;
     const Claims claims(memory_);
@@ -204,6 +221,23 @@ class Snapshot {
       if (leaf > 0) leaf = 1 + static_cast<float>(claim.draws());
       if (leaf == 0 && !claim.is_untouched()) done_[slot - first] = kDiscarded;
     }
+  }
+
+  // What has gone for its age stays away, also where a loaded buffer has another bound, or none: it was counted. The
+  // last row of an episode is left alone: where all are discarded, the episode is.
+  void note_expired(uint64_t first, uint64_t last) {
+    const ItemVersions versions(memory_);
+    if (!versions.are_kept() || !memory_.header().sampler.max_age1) return;
+    const Streams streams(memory_);
+    const auto is_followed = [&](uint64_t slot) {
+      RowFacts row;
+      return streams.next(slot) != kNoSlot && streams.facts_of(slot, row) && !(row.flags & kEnds);
+    };
+    done_.resize(last - first);
+    for (uint64_t slot = first; slot < last; slot++)
+      if (at_[slot - first] && leaf_[slot - first] == 0 && (!linked() || is_followed(slot)) &&
+          versions.is_too_old(slot, streams))
+        done_[slot - first] |= kDiscarded;
   }
 
   // Where leaves are no priorities, those of other items say how often they were drawn, too.
@@ -255,7 +289,7 @@ class Snapshot {
   SegmentMemory& memory_;
   std::vector<uint64_t> at_;
   std::vector<float> leaf_;    // where draws are counted and no priorities: 1 and how often it was drawn
-  std::vector<int64_t> done_;  // where they are counted: flags of those that nobody is to draw
+  std::vector<int64_t> done_;  // where they are counted, or too old: flags of those that nobody is to draw
   std::vector<MeasuredRow> measured_;
   std::vector<uint32_t> lengths_ = std::vector<uint32_t>(memory_.layout().pages.groups);  // of the row looked at last
   std::vector<uint64_t> offsets_;

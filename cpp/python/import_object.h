@@ -182,14 +182,15 @@ inline PyObject* finish(PyObject* self, PyObject* args) {
   return guarded([&] {
     auto& s = state_of<ImportObject>(self);
     Import& import = s.begun();
-    unsigned long long n[8], seed, step, inserted_before, sampled_before, cleared;
+    unsigned long long n[8], more[7], seed, step, inserted_before, sampled_before, cleared;
     PyObject* limiter;
     unsigned int streams, stream;
     double max_raw, priority_change;
-    long long grid, written, version;
-    if (!PyArg_ParseTuple(args, "(KKKKKKKKIddKKLLK)OKIKL", n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, &streams,
-                          &max_raw, &priority_change, &inserted_before, &sampled_before, &grid, &written, &cleared,
-                          &limiter, &seed, &stream, &step, &version))
+    long long grid, written, ages, largest_age, version;
+    if (!PyArg_ParseTuple(args, "(KKKKKKKKIddKKLLKKKKKKKKLL)OKIKL", n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7,
+                          &streams, &max_raw, &priority_change, &inserted_before, &sampled_before, &grid, &written,
+                          &cleared, more, more + 1, more + 2, more + 3, more + 4, more + 5, more + 6, &ages,
+                          &largest_age, &limiter, &seed, &stream, &step, &version))
       throw PythonError{};
     const LimiterConfig counted_by = segment::parse_limiter(limiter);
     if (step >= kMaxDraws) throw std::invalid_argument("the counters are out of range");
@@ -207,7 +208,16 @@ inline PyObject* finish(PyObject* self, PyObject* args) {
                         inserted_before,
                         sampled_before,
                         {grid, written},
-                        cleared};
+                        cleared,
+                        more[0],
+                        more[1],
+                        more[2],
+                        more[3],
+                        more[4],
+                        more[5],
+                        more[6],
+                        ages,
+                        largest_age};
     s.attached->raise_policy_version(version);
     s.learner->finish(import, counts, counted_by, {seed, stream, step});
     s.import.reset();

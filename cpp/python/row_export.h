@@ -242,8 +242,9 @@ inline PyObject* is_whole(PyObject* self, PyObject* args) {
 }
 
 // counts() -> ((head, inserted, sampled, updated, stale_updates, unready_updates, draws, evicted_unsampled, streams,
-// max_raw, priority_change, inserted_before, sampled_before, grid, written, cleared), limiter), both of one moment.
-// BufferError while it is being restored.
+// max_raw, priority_change, inserted_before, sampled_before, grid, written, cleared, dropped_items, expired_items,
+// evicted_by_pages, redraws, taken_ahead, missed, aged, ages, largest_age), limiter), both of one moment. BufferError
+// while it is being restored.
 inline PyObject* counts(PyObject* self, PyObject*) {
   return on_segment(self, [&](AttachedSegment& segment) {
     SegmentMemory& m = segment.memory();
@@ -254,11 +255,13 @@ inline PyObject* counts(PyObject* self, PyObject*) {
       const Unlocked others;
       std::tie(c, limiter) = Snapshot(m).counts();
     }
-    return checked(Py_BuildValue("(KKKKKKKKIddKKLLK)N", c.head, c.inserted, c.sampled, c.updated, c.stale_updates,
-                                 c.unready_updates, c.draws, c.evicted_unsampled, c.streams, c.max_raw,
+    return checked(Py_BuildValue("(KKKKKKKKIddKKLLKKKKKKKKLL)N", c.head, c.inserted, c.sampled, c.updated,
+                                 c.stale_updates, c.unready_updates, c.draws, c.evicted_unsampled, c.streams, c.max_raw,
                                  c.priority_change, c.inserted_before, c.sampled_before,
                                  static_cast<long long>(c.grid.top), static_cast<long long>(c.grid.written),
-                                 static_cast<unsigned long long>(c.cleared), told(limiter)));
+                                 static_cast<unsigned long long>(c.cleared), c.dropped_items, c.expired_items,
+                                 c.evicted_by_pages, c.redraws, c.taken_ahead, c.missed, c.aged,
+                                 static_cast<long long>(c.ages), static_cast<long long>(c.largest_age), told(limiter)));
   });
 }
 

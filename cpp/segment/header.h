@@ -68,6 +68,8 @@ struct LimiterConfig {
 
 // What a segment has counted.
 struct Counts {
+  static constexpr int64_t kMaxSum = kMaxCount / 2;  // of ages, which may be made up
+
   uint64_t head, inserted, sampled, updated, stale_updates, unready_updates, draws, evicted_unsampled;
   uint32_t streams;
   float max_raw;
@@ -75,13 +77,17 @@ struct Counts {
   uint64_t inserted_before, sampled_before;  // the limiter was set
   PriorityTree::GridState grid;              // of the leaves; zeros: not known
   uint64_t cleared;                          // items inserted before the last clear()
+  uint64_t dropped_items, expired_items, evicted_by_pages, redraws, taken_ahead, missed, aged;
+  int64_t ages, largest_age;
 
   // Whether a segment can have counted so, and can go on.
   bool are_sound() const {
     bool good = head <= kMaxHead && draws <= kMaxDraws / 2 && max_raw >= 0 && std::isfinite(max_raw) &&
-                priority_change >= 0 && std::isfinite(priority_change);
-    for (uint64_t n : {inserted, sampled, updated, stale_updates, unready_updates, evicted_unsampled, inserted_before,
-                       sampled_before, cleared})
+                priority_change >= 0 && std::isfinite(priority_change) && ages >= -kMaxSum && ages <= kMaxSum &&
+                largest_age >= 0 && largest_age <= kMaxSum;
+    for (uint64_t n :
+         {inserted, sampled, updated, stale_updates, unready_updates, evicted_unsampled, inserted_before,
+          sampled_before, cleared, dropped_items, expired_items, evicted_by_pages, redraws, taken_ahead, missed, aged})
       good &= n <= kMaxCount / 2;
     return good;
   }

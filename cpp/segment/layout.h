@@ -17,7 +17,7 @@
 namespace torchreplay {
 
 inline constexpr uint64_t kLine = 64;
-inline constexpr uint64_t kFormatVersion = 17;
+inline constexpr uint64_t kFormatVersion = 18;
 inline constexpr int kMaxParticipants = 4096;  // writers, learners and supervisors at one time; ids fit 15 bits
 inline constexpr uint64_t kMaxCapacity = uint64_t{1} << 31;
 

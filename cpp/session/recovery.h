@@ -114,7 +114,16 @@ class Recovery {
     header_.unready_updates = c.unready_updates;
     header_.evicted_unsampled = c.evicted_unsampled;
     header_.priority_change = c.priority_change;
+    header_.dropped_items = c.dropped_items;
+    header_.expired_items = c.expired_items;
+    header_.evicted_by_pages = c.evicted_by_pages;
     header_.draws.store(c.draws, std::memory_order_relaxed);
+    header_.redraws.store(c.redraws, std::memory_order_relaxed);
+    header_.taken_ahead.store(c.taken_ahead, std::memory_order_relaxed);
+    header_.missed.store(c.missed, std::memory_order_relaxed);
+    header_.aged.store(c.aged, std::memory_order_relaxed);
+    header_.ages.store(static_cast<uint64_t>(c.ages), std::memory_order_relaxed);
+    header_.largest_age.store(c.largest_age, std::memory_order_relaxed);
     uint32_t streams = header_.streams.load(std::memory_order_relaxed);
     while (streams < c.streams && !header_.streams.compare_exchange_weak(streams, c.streams)) {
     }

@@ -43,7 +43,8 @@ class Examination {
     require_intact(head_ <= kMaxHead, "tickets");
     require_intact(header_.draws.load(std::memory_order_relaxed) < kMaxDraws, "number of draws");
     for (uint64_t n : {header_.inserted, header_.sampled.load(std::memory_order_relaxed), header_.updated,
-                       header_.stale_updates, header_.unready_updates, header_.evicted_unsampled})
+                       header_.stale_updates, header_.unready_updates, header_.evicted_unsampled, header_.dropped_items,
+                       header_.expired_items, header_.evicted_by_pages})
       require_intact(n <= kMaxCount, "counters");
     require_intact(std::isfinite(header_.max_raw) && header_.max_raw >= 0, "largest priority");
     require_intact(std::isfinite(header_.priority_change) && header_.priority_change >= 0, "change of priorities");

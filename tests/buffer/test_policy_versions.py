@@ -519,3 +519,37 @@ def test_items_that_expired_stay_gone_where_a_file_is_closed_and_opened(sampler,
             assert set(buffer.sample(32)["x"].tolist()) == {2, 3}
             after = buffer.stats()
             assert (after.expired_items, after.inserted) == (2, before.inserted)
+
+
+@pytest.mark.parametrize("later", ["without a bound", "with a wider one", "with the same"])
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_what_became_too_old_stays_gone_wherever_its_checkpoint_is_loaded_and_is_counted_once(kind, later, tmp_path):
+    ages = {"without a bound": {}, "with a wider one": {"max_age": 100}, "with the same": {"max_age": 1}}
+    with filled([1, 2, 3, 4], SAMPLERS[kind](max_age=1)) as buffer:
+        buffer.policy_version = 4
+        buffer.save(tmp_path)
+    for _ in range(2):
+        with tr.ReplayBuffer.load(tmp_path, sampler=SAMPLERS[kind](**ages[later])) as loaded:
+            stats = loaded.stats()
+            assert (stats.inserted, stats.drawable, stats.expired_items, stats.size) == (4, 2, 2, 4)
+            loaded.save(tmp_path)  # and what is saved of that
+            assert set(drawn(loaded, size=2)[0]) <= {2, 3}
+
+
+@pytest.mark.parametrize("view", [tr.Transitions(n_step=2), tr.Sequences(2, stride=1, across_episodes=True)], ids=repr)
+@pytest.mark.parametrize("sampler", [tr.Uniform, tr.Prioritized])
+def test_items_of_several_steps_that_became_too_old_stay_gone_and_their_rows_stay(sampler, view, tmp_path):
+    with tr.ReplayBuffer(STEPS, 40, sampler=sampler(max_age=1), view=view) as buffer:
+        flags = {"terminated": [False] * 3 + [True], "truncated": [False] * 4}
+        for versions in ([0, 0, 0, 0], [0, 1, 2, 3]):
+            buffer.extend(obs=np.arange(5), reward=np.zeros(4), policy_version=versions, **flags)
+        buffer.policy_version = 2
+        there = buffer.keys().tolist()
+        before = buffer.stats()
+        assert before.inserted == len(there) + before.expired_items
+        assert set(there) >= {6, 7}
+        buffer.save(tmp_path)
+    with tr.ReplayBuffer.load(tmp_path, sampler=sampler()) as loaded:
+        assert set(loaded.keys().tolist()) - {4} == set(there)  # of windows across episodes, one begins at an end
+        assert loaded.stats().expired_items == before.expired_items
+        assert [episode["policy_version"].tolist() for episode in loaded.episodes()] == [[0] * 4, [0, 1, 2, 3]]

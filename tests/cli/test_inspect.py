@@ -136,7 +136,7 @@ def test_a_ring_that_turns_meanwhile_has_no_false_alarms(tmp_path):
 def test_text_has_the_card_and_the_verdict(stored):
     result = run("inspect", "--verify", stored.forms["directory"])
     assert result.exit_code == 0
-    for text in ("checkpoint, format 7", "50 of 50", "20 to 69", "state/hidden", "intact"):
+    for text in ("checkpoint, format 8", "50 of 50", "20 to 69", "state/hidden", "intact"):
         assert text in result.output
 
 

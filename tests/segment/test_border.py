@@ -290,7 +290,7 @@ def saved(directory, **change):
 
 
 def counts(head=3, max_raw=1.0, grid=128):
-    return [head, *[3] * 7, 1, max_raw, 0.0, 0, 0, grid, 0, 0]
+    return [head, *[3] * 7, 1, max_raw, 0.0, 0, 0, grid, 0, 0, *[0] * 9]
 
 
 def test_a_checkpoint_that_says_other_counts_than_it_was_saved_with_is_loaded(tmp_path):

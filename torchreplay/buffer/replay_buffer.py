@@ -314,8 +314,8 @@ class ReplayBuffer(HeldRows, Queue, Replay):
             *args: None: fields go by their names, rows in a dict as `extend(**rows)`.
             lengths: Of ragged fields: a dict of their names and int `[n]`, as `batch["lengths"]` is. The values of
                 such a field are one array, one value after the other. Fields that are `like` each other need it once.
-            priority: Raw TD errors: None (what `Prioritized(initial=)` says), one number for all rows, or one for each
-                (under a view that links rows: for each step).
+            priority: Raw TD errors, as for `update_priorities`: None (what `Prioritized(initial=)` says), one number
+                for all rows, or one for each (under a view that links rows: for each step).
             casting: `"same_kind"`: a value whose dtype does not cast by NumPy's rule of that name is refused.
                 `"unsafe"`: it is cast all the same, as `numpy.ndarray.astype` does: 1.0 to True, 1.9 to 1.
             **fields: One value for each field of the spec. Of a ragged field a list of n values `[length, *shape]`, or
@@ -482,7 +482,8 @@ class ReplayBuffer(HeldRows, Queue, Replay):
         Args:
             batch_or_keys: A batch of this buffer, or a dict made of one with its `key`; or integer keys `[n]`.
             td: TD errors `[n]` of any real dtype, on any device. They may need a gradient (no `detach()`):
-                their values are read, and their absolute values taken.
+                their values are read, and their absolute values taken. One of more than 3.4e38, the largest float32,
+                counts as that.
 
         Raises:
             ValueError: A shape does not fit, an error is NaN or infinite, a key was never issued, or the batch is of
@@ -643,6 +644,10 @@ class ReplayBuffer(HeldRows, Queue, Replay):
         The directory gets a small JSON file and safetensors files with the rows. Rows are exact, each by itself; those
         written during the save may be in it or not. TD errors on their way from a device are waited for. A save that is
         killed leaves the one before as it was, and two saves into one directory follow each other.
+
+        Within a loop over a `ReplayDataset` save its `state_dict()`, too: it alone has the batches drawn ahead. Without
+        it the draws of a loaded buffer follow on the last batch handed out, by the priorities of then. What was drawn
+        ahead counts as drawn: an epoch lacks these items, and with `max_draws` each has had a draw.
 
         Args:
             directory: Where to; made if need be. A checkpoint that is there is replaced. Or a binary file that is open

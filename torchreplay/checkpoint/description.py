@@ -19,9 +19,11 @@ from torchreplay.validation import checked_int, checked_number
 
 T = TypeVar("T")
 
-FORMAT = 7
-FORMATS = (3, 4, 5, 6, FORMAT)
-"""Those that are read. The ones before 7 have no ragged fields."""
+FORMAT = 8
+FORMATS = (3, 4, 5, 6, 7, FORMAT)
+"""Those that are read."""
+RAGGED_FROM = 7
+"""The first that has ragged fields."""
 ROW_COLUMNS = {
     "/key": torch.int64,
     "/leaf": torch.float32,
@@ -45,13 +47,17 @@ MAX_COUNTER = 1 << 62
 """Of what a buffer counts."""
 MAX_STREAM = (1 << 32) - 1
 MAX_GRID = (1 << 63) - 1
-COUNTS = 16
+COUNTS = 25
 GRID = (13, 14)
 """Which of them are the grid of the priorities, which formats 3 and 4 do not tell. All zeros: what fits the leaves."""
 HEAD, DRAWS, STREAMS = 0, 6, 8
 """Which of them are the keys issued, the batches drawn, and the streams of draws given out."""
 CLEARED = 15
 """Which of them are the items before the last `clear`, which formats before 6 do not tell."""
+DROPPED = 16
+"""From this one on are those of dropped and expired items and of what was drawn, which formats before 8 do not tell."""
+AGES, LARGEST_AGE = 23, 24
+"""Which of them are the ages of all items drawn, added up, and the largest."""
 MAX_RAW = 9
 """Which of them is the largest |td| seen."""
 SHARD_NAME = re.compile(r"rows-[0-9a-f]+/[0-9]+\.safetensors")
@@ -106,11 +112,11 @@ class Description(NamedTuple):
             read = f"{', '.join(map(str, FORMATS[:-1]))} and {FORMAT}"
             raise ValueError(f"it has format {parts['format']}, this version of torchreplay reads formats {read}")
         config = Config.from_text(json.dumps(parts["config"]))
-        if config.ragged and parts["format"] < FORMAT:
+        if config.ragged and parts["format"] < RAGGED_FROM:
             raise ValueError(f"format {parts['format']} has no ragged fields, and it names {config.ragged}")
         seed, step = checked_int("seed", parts["seed"], 0, MAX_COUNT), checked_int("step", parts["step"], 0, MAX_DRAWS)
         stream = 0 if parts["format"] == 3 else checked_int("stream", parts["stream"], 0, MAX_STREAM)
-        expected = {3: GRID[0], 4: GRID[0], 5: CLEARED}.get(parts["format"], COUNTS)
+        expected = {3: GRID[0], 4: GRID[0], 5: CLEARED, 6: DROPPED, 7: DROPPED}.get(parts["format"], COUNTS)
         if len(parts["counts"]) != expected:
             raise ValueError(f"it has {len(parts['counts'])} counters, not {expected}")
         counts = _counts([*parts["counts"], *(0,) * (COUNTS - expected)])
@@ -148,7 +154,8 @@ def _counts(given: Sequence[Any]) -> tuple[int | float, ...]:
                 raise ValueError(f"the largest priority is {number}: expected at most {MAX_FLOAT32}")
             return number
         most = {HEAD: MAX_HEAD, DRAWS: MAX_DRAWS // 2, STREAMS: MAX_STREAM}.get(place, MAX_COUNTER)
-        return checked_int("a counter", count, 0, MAX_GRID if place in GRID else most)
+        least = -MAX_COUNTER if place == AGES else 0
+        return checked_int("a counter", count, least, MAX_GRID if place in GRID else most)
 
     return tuple(checked(place, count) for place, count in enumerate(given))
 

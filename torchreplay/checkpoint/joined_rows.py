@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torchreplay.checkpoint.description import HEAD, MAX_RAW, ROW_COLUMNS, STREAMS, Description
+from torchreplay.checkpoint.description import HEAD, LARGEST_AGE, MAX_RAW, ROW_COLUMNS, STREAMS, Description
 from torchreplay.checkpoint.safetensors_io import read_columns
 from torchreplay.schema.spec import Ragged, length_names
 from torchreplay.schema.views import Rows
@@ -96,7 +96,7 @@ def counts_of(own: Sequence[int | float], parts: Sequence[JoinedRows]) -> tuple[
     for part in parts:
         added = part.description.counts
         counts = [
-            max(mine, other) if place in (MAX_RAW, STREAMS) else mine + other
+            max(mine, other) if place in (MAX_RAW, STREAMS, LARGEST_AGE) else mine + other
             for place, (mine, other) in enumerate(zip(counts, added, strict=True))
         ]
         counts[HEAD] = part.first + len(part.kept)

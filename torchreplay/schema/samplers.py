@@ -94,7 +94,8 @@ class Uniform:
             nothing; what a learner that dies has drawn counts. `Fifo` loses nothing then.
         max_age: By how many policy versions an item may be behind `buffer.policy_version`, the learner's, when it is
             drawn; of several rows the oldest step counts. What is older leaves at the next draw, and is counted
-            (`stats().expired_items`). The spec needs a field `policy_version`. None: by any.
+            (`stats().expired_items`). It stays away where its checkpoint is loaded, with another `max_age`, too. The
+            spec needs a field `policy_version`. None: by any.
 
     Raises:
         ValueError: `replacement` is no bool, or `max_draws` or `max_age` is out of range.
@@ -150,7 +151,8 @@ class Prioritized:
 
     An item's leaf is p = (|td| + eps)^alpha and its probability P = p / sum p (equation 1). Its weight is (N P)^-beta
     (section 3.4), N being the number of drawable items. TD errors of any scale do: leaves times a constant are drawn
-    alike. In a buffer of a million rows a leaf keeps its proportion within 2 % down to 2^-36 of the largest.
+    alike. In a buffer of a million rows a leaf keeps its proportion within 2 % down to 2^-36 of the largest. A |td|
+    beyond 3.4e38, the largest number of a float32, counts as that.
 
     Args:
         alpha: How much prioritization: 0 none, 1 full.
