@@ -141,3 +141,34 @@ def test_rows_whose_pages_were_taken_again_are_not_shown(tmp_path):
             buffer.writer().append(x=[n] * 30)  # two pages of sixteen
         assert rows_in(run("--oldest", "-n", 100, file).output) == list(range(32, 40)), "nobody has absorbed"
         assert buffer.keys().tolist() == list(range(32, 40))
+
+
+def items_in(output):
+    return {int(line.split()[1]): line.split(maxsplit=2)[2] for line in output.splitlines() if line.startswith("row ")}
+
+
+def test_a_row_says_what_is_known_of_its_item(tmp_path):
+    flag = tr.Field((), torch.bool)
+    spec = {"obs": tr.Field(), "reward": tr.Field(), "terminated": flag, "truncated": flag}
+    unseen, none = "nobody has looked at it yet", "its item cannot be drawn"
+    path = tmp_path / "b.bin"
+    with tr.ReplayBuffer(spec, 8, view=tr.Transitions(), path=path) as buffer, buffer.writer() as writer:
+        writer.reset(obs=0)
+        writer.step(obs=1, reward=0, terminated=False, truncated=False)
+        assert items_in(run(path).output) == {0: unseen, 1: unseen}
+        assert buffer.num_items == 1
+        assert items_in(run(path).output) == {0: "priority 1", 1: none}  # it may start one when the next step comes
+        writer.step(obs=2, reward=0, terminated=True, truncated=False)
+        assert items_in(run(path).output) == {0: "priority 1", 1: none, 2: unseen}
+        buffer.discard([0])
+        assert items_in(run(path).output) == {0: none, 1: "priority 1", 2: none}
+        buffer.save(tmp_path / "saved")
+        assert items_in(run(tmp_path / "saved").output) == {0: none, 1: "priority 1", 2: none}
+
+
+def test_what_a_queue_has_handed_out_cannot_be_drawn(tmp_path):
+    with tr.ReplayBuffer({"x": tr.Field()}, 8, sampler=tr.Fifo(), path=tmp_path / "b.bin") as queue:
+        queue.extend(x=torch.zeros(3))
+        queue.sample(2)
+        unknown, held = "priority 1", "its item cannot be drawn"
+        assert items_in(run(tmp_path / "b.bin").output) == {0: held, 1: held, 2: unknown}

@@ -12,7 +12,7 @@ import torchreplay as tr
 
 pytest.importorskip("pytorch_lightning")
 
-from lightning_learner import QUIET, filled_buffer, fit, make_learner
+from lightning_learner import BARE, QUIET, filled_buffer, fit, make_learner
 
 from torchreplay.lightning import ReplayDataModule
 
@@ -155,6 +155,45 @@ def test_where_batches_go_is_passed_on_to_the_stream(buffer, monkeypatch):
     data.teardown("fit")
     with pytest.raises(ValueError, match=r"pin is 'staging'.*device is None"):
         ReplayDataModule(buffer, 8, pin="staging")
+
+
+def test_a_budget_bounds_the_elements_of_each_batch(lightning):
+    with filled_buffer(ragged=True) as buffer:
+        learner = make_learner(lightning)
+        data = ReplayDataModule(buffer, 16, steps_per_epoch=6, budget={"words": 200})
+        fit(lightning, data, learner, max_epochs=2)
+    assert len(learner.seen) == 12, "batches of fewer items are batches"
+    assert all(len(keys) < 16 and sum(keys) <= 200 for keys in learner.seen)
+
+
+@pytest.mark.parametrize(("budget", "error"), [({"number": 9}, ValueError), ({"words": 0}, ValueError), (9, TypeError)])
+def test_a_budget_that_is_none_is_refused_as_soon_as_there_is_a_buffer(budget, error):
+    with filled_buffer(ragged=True) as buffer, pytest.raises(error, match="budget"):
+        ReplayDataModule(buffer, budget=budget)
+    made, explorers = [], RecordingExplorers()
+
+    def make():
+        made.append(filled_buffer(ragged=True))
+        return made[0]
+
+    data = ReplayDataModule(make, budget=budget, explorers=explorers)
+    with pytest.raises(error, match="budget"):
+        data.setup("fit")
+    assert explorers.calls == ["start", "stop"]
+    assert "closed" in repr(made[0])
+
+
+def test_a_dataset_goes_through_all_items_in_each_epoch_of_a_trainer(lightning):
+    with filled_buffer(sampler=tr.Uniform(replacement=False)) as buffer:
+        ends = []
+        learner = make_learner(lightning, on_train_epoch_end=lambda self: ends.append(len(self.seen)))
+        trainer = lightning.Trainer(max_epochs=3, **BARE)
+        trainer.fit(learner, tr.ReplayDataset(buffer, 24, epochs=1))
+    assert ends == [3, 6, 9]
+    for epoch in range(3):
+        batches = learner.seen[3 * epoch : 3 * epoch + 3]
+        assert [len(keys) for keys in batches] == [24, 24, 16]
+        assert sorted(key for keys in batches for key in keys) == list(range(64))
 
 
 def test_several_machines_are_refused_in_a_sentence(buffer):

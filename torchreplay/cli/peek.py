@@ -35,14 +35,14 @@ def command(source: str, count: int, oldest: bool, keys: tuple[int, ...], images
         rows = stored_rows(source)
         at = _chosen(rows, count, oldest, keys)
         columns = {name: _read(rows, name, at) for name in rows.fields}
-        priorities = rows.priorities(at)
+        priorities, seen = rows.priorities(at), rows.seen(at)
         gone = rows.gone(at)
         if gone.any():
             click.echo(f"{int(gone.sum())} of these rows were overwritten while they were read", err=True)
         kept = np.flatnonzero(~gone)
-        at, priorities = at[kept], priorities[kept]
+        at, items = at[kept], [_item(float(priorities[int(i)]), bool(seen[i])) for i in kept]
         columns = {name: [column[int(i)] for i in kept] for name, column in columns.items()}
-        _show(Console(highlight=False), rows, at, columns, priorities)
+        _show(Console(highlight=False), rows, at, columns, items)
         if images is not None:
             _write_images(rows, at, columns, images)
 
@@ -69,17 +69,27 @@ def _show(
     rows: StoredRows,
     at: Positions,
     columns: Mapping[str, Sequence[torch.Tensor]],
-    priorities: torch.Tensor,
+    items: Sequence[str],
 ) -> None:
-    for i, key in enumerate(rows.keys[at].tolist()):
-        priority = float(priorities[i])
-        item = "starts no item" if priority != priority else f"priority {priority:.4g}"
+    for (i, key), item in zip(enumerate(rows.keys[at].tolist()), items, strict=True):
         console.print(f"[bold]row {key}[/bold]  {item}")
         table = Table.grid(padding=(0, 2))
         for name, column in columns.items():
             show = _ragged_text if name in rows.config.ragged else _text
             table.add_row(f"  [dim]{escape(name)}[/dim]", show(column[i]))
         console.print(table)
+
+
+def _item(priority: float, seen: bool) -> str:
+    """Returns in words what is known of the item that starts at a row.
+
+    Args:
+        priority: Of the item; NaN: it cannot be drawn.
+        seen: Whether somebody has looked at the row.
+    """
+    if priority == priority:
+        return f"priority {priority:.4g}"
+    return "its item cannot be drawn" if seen else "nobody has looked at it yet"
 
 
 def _ragged_text(value: torch.Tensor) -> str:

@@ -96,6 +96,12 @@ class BufferRows(StoredRows):
         changed: NDArray[np.bool_] = words[self._slots[at]] != self._words[at]
         return changed if self._paged is None else changed | ~self._paged.intact(self._slots[at])
 
+    def seen(self, at: Positions) -> NDArray[np.bool_]:
+        """Returns which of these rows a process has looked at since they came."""
+        absorbed = self._column(np.dtype(np.uint64), (), self._regions["at"], 8)[self._slots[at]]
+        seen: NDArray[np.bool_] = absorbed == self.keys[at].astype(np.uint64) + 1
+        return seen
+
     def lengths(self, column: str, at: Positions) -> NDArray[np.int64]:
         """Returns int64 `[m]`: how many elements the values of a ragged field have; 0 where `gone` says so."""
         assert self._paged is not None  # there are ragged fields
@@ -122,8 +128,7 @@ class BufferRows(StoredRows):
     def _leaves(self, slots: NDArray[np.int64], at: Positions) -> NDArray[np.float32]:
         """A leaf is of the row that was absorbed; a newer one waits for that."""
         leaves = self._column(np.dtype(np.float32), (), self._regions["leaves"], 4)[slots]
-        absorbed = self._column(np.dtype(np.uint64), (), self._regions["at"], 8)[slots]
-        return np.where(absorbed == self.keys[at].astype(np.uint64) + 1, leaves, np.float32(0))
+        return np.where(self.seen(at), leaves, np.float32(0))
 
     def _of_header(self, column: str) -> NDArray[Any]:
         dtype = np.dtype(str(ROW_COLUMNS[column]).removeprefix("torch."))

@@ -66,6 +66,10 @@ class StoredRows(ABC):
     def gone(self, at: Positions) -> NDArray[np.bool_]:
         """Returns bool `[m]`: which of these rows were overwritten, or rewritten, since the file was opened."""
 
+    def seen(self, at: Positions) -> NDArray[np.bool_]:
+        """Returns bool `[m]`: which of these rows somebody has looked at, so that items were made of them."""
+        return np.ones(len(at), bool)
+
     def __len__(self) -> int:
         return len(self.keys)
 
@@ -80,7 +84,7 @@ class StoredRows(ABC):
         return self.config.view.roles(self.config.fields) is not None
 
     def priorities(self, at: Positions) -> torch.Tensor:
-        """Returns the raw priorities of the items anchored at these rows, float32 `[m]`; NaN where there is no item."""
+        """Returns the raw priorities of the items anchored at these rows, float32 `[m]`; NaN: it cannot be drawn."""
         leaves = self.read("/leaf", at).double()
         raw = priorities_of(leaves.clamp(min=torch.finfo(torch.float32).tiny), self.config.sampler).float()
         return torch.where(leaves > 0, raw, torch.nan)

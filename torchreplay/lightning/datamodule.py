@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from torchreplay.buffer.base import MAX_BATCH, Pin, Replay
+from torchreplay.buffer.base import MAX_BATCH, Pin, Replay, source_of
 from torchreplay.distributed.explorers import Explorers
 from torchreplay.distributed.learners import Learners, several_machines
 from torchreplay.errors import LearnerLost
@@ -33,7 +33,9 @@ class ReplayDataModule(LightningDataModule):
     The loader is a `ReplayDataset` itself. With a plain iterable Lightning asks neither for workers nor for a sampler,
     and saves the place in the stream with every checkpoint. Without `steps_per_epoch` the stream is endless: bound the
     run by `max_steps`, or set `limit_train_batches` to an integer to have epochs. `max_steps` counts the steps of each
-    optimiser. To count batches where there are several, set `steps_per_epoch` and the Trainer's `max_epochs`.
+    optimiser. To count batches where there are several, set `steps_per_epoch` and the Trainer's `max_epochs`. There is
+    no `epochs`, as explorers bring items within one: for offline data give the Trainer a
+    `ReplayDataset(buffer, epochs=1)`.
 
     Each batch is taken for the step that learns from it, where Lightning would take one ahead of an endless stream. So
     a run that resumes from a checkpoint, with the buffer as it was then, learns from the batches of one that was never
@@ -67,10 +69,12 @@ class ReplayDataModule(LightningDataModule):
         device: Where batches go before the Trainer gets them, as in `ReplayDataset`. `"cuda"`, each rank's own device,
             copies the next batch during the step; None: the Trainer moves each batch.
         pin: How they go there, as in `ReplayDataset`.
+        budget: Of ragged fields: the most elements that each rank's batch may have, as in `ReplayDataset`. What it
+            names is looked at when there is a buffer: at the latest in `setup`.
 
     Raises:
-        TypeError: If `buffer` or `explorers` is neither of the two things it may be.
-        ValueError: If a number is out of range.
+        TypeError: If `buffer` or `explorers` is neither of the two things it may be, or `budget` is no dict.
+        ValueError: If a number is out of range, or `budget` names no ragged field of a batch.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class ReplayDataModule(LightningDataModule):
         timeout: float | None = None,
         device: torch.device | str | int | None = None,
         pin: Pin | None = None,
+        budget: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
         self._learners = Learners(buffer, explorers)
@@ -94,6 +99,7 @@ class ReplayDataModule(LightningDataModule):
         self.device = None if device is None else require_device(device)
         self.pin = require_pin(pin, self.device)
         self._given = buffer if isinstance(buffer, Replay) else None
+        self.budget = budget if budget is None or self._given is None else source_of(self._given).checked_budget(budget)
         self._buffer = self._given
         self._stream: _Stream | None = None
         self._explorers_wait = False  # until a `ReplayCheckpoint` has restored the buffer
@@ -129,15 +135,21 @@ class ReplayDataModule(LightningDataModule):
             getattr(callback, "restores_buffer", False) for callback in getattr(self.trainer, "callbacks", ())
         )
         self._buffer = self._learners.join(start_explorers=not self._explorers_wait)
-        self._stream = _Stream(
-            self._buffer,
-            self.batch_size,
-            self.steps_per_epoch,
-            self.prefetch,
-            device=self.device,
-            timeout=self.timeout,
-            pin=self.pin,
-        )
+        try:
+            self._stream = _Stream(
+                self._buffer,
+                self.batch_size,
+                self.steps_per_epoch,
+                self.prefetch,
+                device=self.device,
+                timeout=self.timeout,
+                pin=self.pin,
+                budget=self.budget,
+            )
+        except BaseException as error:  # Lightning's hooks find no stream to end
+            self._buffer = self._given
+            self._learners.leave(error)
+            raise
         self._stream.learners, self._stream.trainer = self._learners, self.trainer
         if self.trainer is not None:
             take_in_turn(self.trainer, self._stream)
