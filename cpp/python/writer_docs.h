@@ -11,8 +11,8 @@ Writes one row, and returns its key.
 Waits while the limiter says that the learner is behind.
 
 Args:
-    priority: A raw TD error, whose absolute value is taken; more than 3.4e38, the largest float32, counts as that.
-        None: what the sampler's `initial` says.
+    priority: A raw TD error, whose absolute value is taken; above 3.4e38 it counts as that. None: what the
+        sampler's `initial` says.
     **fields: Those of the spec, each of exactly its shape and of a dtype that casts to its own. A nested
         field is a dict. A ragged one is an array or a list `[length, *shape]`; one of uint8 takes bytes.
 
