@@ -14,8 +14,9 @@ namespace torchreplay {
 // is at most max_age versions old then if n is at most (max_age + 1 + v) * batch_size: the capacity of the staleness
 // manager of AReaL (https://arxiv.org/abs/2505.24298, section 5.1). Items count that may be written, that are to be
 // drawn, and that somebody holds or is done with. So whatever is lost, dropped or too old counts no more, with nobody
-// to take it back. Versions, and items that were done, count from where the admission began: at that moment the count
-// is what the buffer holds. Runs under the segment's mutex.
+// to take it back. Versions, and items that are handed out, count from where the admission began: at that moment the
+// count is what is to be drawn. An item that comes again counts again if its version had come, as there will be another
+// one. Runs under the segment's mutex.
 class Admission {
  public:
   explicit Admission(SegmentMemory& m) : memory_(m), header_(m.header()) {}
@@ -24,10 +25,7 @@ class Admission {
   static bool is_kept(const Header& h) { return h.limiters[0].batch_size != 0; }
 
   // Items up to which are admitted.
-  uint64_t limit() const {
-    const int64_t version = header_.policy_version.load(std::memory_order_seq_cst);
-    return admission_limit(header_.limiter(), header_.admission_begun ? version - header_.admission_base : 0);
-  }
+  uint64_t limit() const { return limit_at(version()); }
 
   // Items that writers may write. O(participants ever at one time).
   uint64_t open() const {
@@ -54,13 +52,40 @@ class Admission {
   // From here on versions count, and items that are handed out: when the first item is admitted or drawn, whichever
   // comes first. After a death in between it begins again.
   void begin() {
-    if (header_.admission_begun) return;
-    header_.admission_base = header_.policy_version.load(std::memory_order_seq_cst);
-    header_.done_before = header_.handed_out_gone + header_.handed_out - std::min(header_.held, header_.handed_out);
-    TORCHREPLAY_FAULT("admit.counted");
+    if (!header_.admission_begun) begin_at(version(), 0);
+  }
+
+  // Another limiter from now on. Of what is handed out that counts whose version has yet to come. After a death in
+  // between nothing of it does.
+  void change(const LimiterConfig& next) {
+    const int64_t now = version();
+    const bool begun = header_.admission_begun;
+    const uint64_t due = begun ? unpublished(now, header_.held) : 0;
+    header_.admission_begun = 0;
     kill_fence();
-    header_.admission_begun = 1;
-    TORCHREPLAY_FAULT("admit.begun");
+    change_limiter(header_, next);
+    TORCHREPLAY_FAULT("admit.changed");
+    if (begun) begin_at(now, due);
+  }
+
+  // Of items that somebody holds `n` are about to be drawn again. Those whose version has come stay counted. After a
+  // death in between what has not gone back does, and the sum is the same.
+  void let_come_again(uint64_t n) {
+    if (!header_.admission_begun) return;
+    header_.done_before -= n - unpublished(version(), n);
+    kill_fence();
+    TORCHREPLAY_FAULT("admit.come_again");
+  }
+
+  // A learner that goes on from what it has saved takes `n` items, and is done with them: their versions have come. If
+  // it dies first they go back.
+  void note_learnt(uint64_t n) {
+    if (!header_.admission_begun) return;
+    TORCHREPLAY_FAULT("admit.taken");
+    kill_fence();
+    header_.done_before += n;
+    kill_fence();
+    TORCHREPLAY_FAULT("admit.learnt");
   }
 
   // Admits `n` items, which that participant may write then, unless there is no room.
@@ -75,6 +100,28 @@ class Admission {
   }
 
  private:
+  int64_t version() const { return header_.policy_version.load(std::memory_order_seq_cst); }
+
+  uint64_t limit_at(int64_t version) const {
+    return admission_limit(header_.limiter(), header_.admission_begun ? version - header_.admission_base : 0);
+  }
+
+  // Of items that are handed out those whose version has yet to come, as far as one follows each batch; at most `most`.
+  // Where several learners hold batches nobody knows whose version that is: the others' count then as the one's.
+  uint64_t unpublished(int64_t version, uint64_t most) const {
+    const uint64_t out = handed_out(), published = limit_at(version) - admission_limit(header_.limiter(), 0);
+    return std::min(most, out - std::min(out, published));
+  }
+
+  void begin_at(int64_t version, uint64_t due) {
+    header_.admission_base = version;
+    header_.done_before = header_.handed_out_gone + header_.handed_out - due;
+    TORCHREPLAY_FAULT("admit.counted");
+    kill_fence();
+    header_.admission_begun = 1;
+    TORCHREPLAY_FAULT("admit.begun");
+  }
+
   // So many tickets are looked at one by one. Of more each counts, until they are absorbed.
   static constexpr uint64_t kMostLooked = 64;
 
@@ -97,10 +144,9 @@ class Admission {
     return slot_word::is_row(word) && slot_word::key1(word) == key + 1 && memory_.at(slot) != key + 1;
   }
 
-  // Items that somebody holds or is done with, since it began.
+  // Items that somebody got since it began.
   uint64_t handed_out() const {
-    if (!header_.admission_begun) return header_.held;
-    return header_.handed_out_gone + header_.handed_out - header_.done_before;
+    return header_.admission_begun ? header_.handed_out_gone + header_.handed_out - header_.done_before : 0;
   }
 
   SegmentMemory& memory_;

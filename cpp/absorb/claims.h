@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "absorb/admission.h"
 #include "absorb/dirty_scope.h"
 #include "absorb/item_versions.h"
 #include "absorb/places.h"
@@ -169,6 +170,7 @@ class Claims {
     if (keys.empty()) return 0;
     const DirtyScope dirty(header_, Dirty::kTree);
     find_held(keys, presence);
+    if (Admission::is_kept(header_)) Admission(memory_).let_come_again(held_.size());
     return let_go(presence, [](Claim c) { return c.draws(); });
   }
 
@@ -229,7 +231,8 @@ class Claims {
       else if (is_free(keys[i]))
         free.push_back(keys[i]);
     }
-    take_keys(free, presence);
+    const uint64_t taken = take_keys(free, presence);
+    if (Admission::is_kept(header_)) Admission(memory_).note_learnt(taken);
     uint64_t n = commit(free, presence);
     for (const auto& [holder, theirs] : held) n += commit(theirs, holder);
     return n;
@@ -323,13 +326,15 @@ class Claims {
     header_.ending = 0;
   }
 
-  // Of these items the slots of those that the process holds.
+  // Of these items the slots of those that the process holds, each once.
   void find_held(const std::vector<int64_t>& keys, uint32_t presence) {
     held_.clear();
     for (const int64_t key : keys) {
       const uint64_t slot = memory_.slot_of(static_cast<uint64_t>(key));
       if (memory_.at(slot) == static_cast<uint64_t>(key) + 1 && of(slot).holder() == presence) held_.push_back(slot);
     }
+    std::ranges::sort(held_);  // a key may come twice
+    held_.erase(std::ranges::unique(held_).begin(), held_.end());
   }
 
   bool is_there(int64_t key) const {
@@ -341,13 +346,14 @@ class Claims {
     return tree_.leaf(static_cast<int64_t>(memory_.slot_of(static_cast<uint64_t>(key)))) > 0;
   }
 
-  void take_keys(const std::vector<int64_t>& keys, uint32_t presence) {
+  uint64_t take_keys(const std::vector<int64_t>& keys, uint32_t presence) {
     std::vector<int64_t> slots;
     slots.reserve(keys.size());
     for (const int64_t key : keys) slots.push_back(static_cast<int64_t>(memory_.slot_of(static_cast<uint64_t>(key))));
     std::ranges::sort(slots);
     slots.erase(std::ranges::unique(slots).begin(), slots.end());
     take(slots.data(), static_cast<int>(slots.size()), presence);
+    return slots.size();
   }
 
   void pass_on(const std::vector<int64_t>& keys, uint32_t from, uint32_t to) {
@@ -383,7 +389,6 @@ class Claims {
     index_.clear();
     for (const uint64_t slot : held_) {
       const Claim claim = of(slot);
-      if (claim.holder() != presence) continue;  // its key came twice
       n++;
       if (end_holding(slot, claim, std::min(draws_of(claim), Claim::kMostDraws)))
         index_.push_back(static_cast<int64_t>(slot));

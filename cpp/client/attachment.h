@@ -240,8 +240,10 @@ class Attachment {
       next.cleared = memory_->header().limiter().cleared;
       if ((next.batch_size != 0) != Admission::is_kept(memory_->header()))
         throw std::invalid_argument("whether writers are admitted is decided when the buffer is made");
-      memory_->header().admission_begun = 0;  // what counted for another one says nothing about this one
-      change_limiter(memory_->header(), next);
+      if (next.batch_size)
+        Admission(*memory_).change(next);
+      else
+        change_limiter(memory_->header(), next);
       publish_limit(*memory_);
     });
     wake_learners();

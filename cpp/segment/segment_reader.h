@@ -212,7 +212,7 @@ class SegmentReader {
       f.open_admissions +=
           load(reinterpret_cast<const Participant*>(base_ + layout().participants + id * kParticipantBytes)->admitted);
     f.admitted_items = f.open_admissions + f.drawable + f.head - std::min(f.head, f.absorbed);
-    f.admitted_items += begun ? plain(h.handed_out) + plain(h.handed_out_gone) - plain(h.done_before) : plain(h.held);
+    if (begun) f.admitted_items += plain(h.handed_out) + plain(h.handed_out_gone) - plain(h.done_before);
   }
 
   // Whether anybody holds one of `n` bytes of the lock table (0: of all). A reader holds none.

@@ -463,6 +463,71 @@ def test_versions_count_from_the_first_draw_where_that_comes_before():
         assert room(queue) == 8
 
 
+def learn_and_die(queue, file, batches):
+    """Learns from batches of four, each with a version, saves what it has learnt, and dies before it commits."""
+
+    def life():
+        dataset = tr.ReplayDataset(queue, 4, prefetch=0)
+        with queue.writer() as writer:
+            for _ in zip(range(batches), dataset, strict=False):
+                queue.policy_version += 1
+                write(writer, 4)
+        torch.save(dataset.state_dict(), file)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with Forked(life) as learner:
+        assert learner.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["saved", "not saved"])
+def test_batches_of_a_dead_learner_that_come_again_count_for_one_version_each_time(tmp_path, saved):
+    with queue_of(4, 1, sampler=tr.Fifo(commit="manual")) as queue, queue.writer() as writer:
+        write(writer, 8)
+        learn_and_die(queue, tmp_path / "state", 3)
+        dataset = tr.ReplayDataset(queue, 4, prefetch=0)
+        if saved:
+            dataset.load_state_dict(torch.load(tmp_path / "state"))
+            assert queue.num_items == 8
+        batches = iter(dataset)
+        while ahead := queue.num_items:
+            assert room(queue) == max(0, 8 - ahead)
+            next(batches)
+            assert room(queue) == max(0, 4 - queue.num_items)  # its version is to come
+            queue.policy_version += 1
+        assert room(queue) == 8
+
+
+def test_what_a_resumed_learner_had_learnt_needs_no_version_though_a_generator_was_there_first(tmp_path):
+    with queue_of(4, 1, path=tmp_path / "queue", sampler=tr.Fifo(commit="manual")) as queue:
+        with queue.writer() as writer:
+            write(writer, 8)
+        learn_and_die(queue, tmp_path / "state", 3)
+    with tr.ReplayBuffer.open(tmp_path / "queue") as queue:
+        assert (queue.num_items, room(queue)) == (20, 0)
+        dataset = tr.ReplayDataset(queue, 4, prefetch=0)
+        dataset.load_state_dict(torch.load(tmp_path / "state"))
+        assert (queue.num_items, room(queue)) == (8, 0)
+        batches = iter(dataset)
+        for left in (4, 0):
+            next(batches)
+            queue.policy_version += 1
+            assert room(queue) == 8 - left
+
+
+def test_another_admission_counts_what_is_held_only_until_its_version_comes():
+    with queue_of(4, 0, sampler=tr.Fifo(commit="manual")) as queue, queue.writer() as writer:
+        for _ in range(3):
+            write(writer, 4)
+            queue.sample(4)
+            queue.policy_version += 1
+        write(writer, 4)
+        queue.sample(4)
+        queue.limiter = tr.Admission(4, 0)
+        assert room(queue) == 0
+        queue.policy_version += 1
+        assert room(queue) == 4
+
+
 def test_another_admission_counts_from_the_moment_at_which_it_is_set():
     with queue_of(4, 0) as queue, queue.writer() as writer:
         write(writer, 4)

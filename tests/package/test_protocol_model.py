@@ -179,16 +179,23 @@ PAGES_NAIVE = {
 
 
 ADMITTED = "CAP=2 BATCH=1 ITEMS=2 DRAWS=3 KILLS=1"
+GOES_ON = "CAP=2 BATCH=1 ITEMS=1 DRAWS=2 KILLS=1 GOES_ON=1"
 ADMISSION_RIGHT = {
     "two writers and a learner, one of them killed": ADMITTED,
     "two of them killed": "CAP=2 BATCH=1 ITEMS=2 DRAWS=3 KILLS=2",
     "batches of two": "CAP=2 BATCH=2 ITEMS=2 DRAWS=2 KILLS=1",
+    "another learner goes on": GOES_ON,
+    "and items may be of two versions": f"{GOES_ON} AGE=1",
 }
 ADMISSION_NAIVE = {
     "ROWSFIRST": (ADMITTED, "(truth<="),
     "GIVEFIRST": (ADMITTED, "(truth<="),
     "NOLOG": (ADMITTED, "(n==truth"),
     "NORECLAIM": (ADMITTED, "(n==truth"),
+    "NOAGAIN": (GOES_ON, "(truth<="),
+    "COUNTLATE": (GOES_ON, "(n==truth"),
+    "NOLEARNT": (GOES_ON, "(n==truth"),
+    "LEARNTFIRST": (GOES_ON, "(n==truth"),
 }
 
 

@@ -55,6 +55,7 @@ class Rollouts:
     """
 
     def __init__(self, commit, directory, max_age=1, bound=False, **late):
+        self.at_first = (max_age + 1) * BATCH
         self.max_age = max_age if bound else None
         sampler = tr.Fifo(commit=commit, max_age=self.max_age)
         limiter = tr.Admission(BATCH, max_age)
@@ -68,6 +69,7 @@ class Rollouts:
         self.holder = shared_counters(ROWS)  # the life to which a row was given last
         self.short = shared_counters(LIVES * PROMPTS)  # whether a prompt's group had too few members
         self.steps, self.published, self.dropped, self.over = (shared_counters(1) for _ in range(4))
+        self.published_items = shared_counters(1)  # in batches for which a version came
         self.lives, self.deaths = 0, Counter()
 
     # The lives
@@ -145,8 +147,10 @@ class Rollouts:
             self.queue.commit()
 
         for count, batch in enumerate(dataset, 1):
-            seen += self.note(life, batch)
+            numbers = self.note(life, batch)
+            seen += numbers
             self.weights.publish(self.module, buffer=self.queue)
+            self.published_items[0] += len(numbers)
             if count % 2 == 0:
                 save()
         save()
@@ -236,8 +240,16 @@ class Rollouts:
             assert not (whole & np.asarray(self.short, bool)).any(), "a split group"
         assert (stats.held_items, stats.drawable, stats.writers) == (0, 0, 0), "a leak"
         assert stats.open_admissions == 0, "admissions leaked"
-        assert len(given) - stats.expired_items <= stats.admitted_items <= len(given), "admissions leaked"
-        self.check_room(stats.admission_limit - stats.admitted_items)
+        assert len(given) - stats.expired_items <= stats.admitted_items, "an item was given and does not count"
+        room = stats.admission_limit - stats.admitted_items
+        if SAVER in self.roles:
+            slack = BATCH * self.queue.policy_version - self.published_items[0]
+            assert room <= self.at_first + slack, "what came again does not count again, as its version does"
+            unpublished = 0
+        else:
+            unpublished = BATCH * (self.steps[0] + self.deaths[LEARNER] - self.published[0])
+        assert room >= self.at_first - unpublished, "admissions leaked"
+        self.check_room(room)
 
     def check_room(self, room):
         """A writer is admitted for all that the limit leaves, and for nothing more."""
