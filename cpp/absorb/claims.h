@@ -86,6 +86,11 @@ class Claims {
 
   // The stream does not go on after the row.
   void close_stream(uint64_t slot) { words_[slot] = of(slot).closing().word; }
+  // The same of rows with these keys, as far as they are there.
+  void close_streams(const std::vector<int64_t>& last_keys) {
+    for (const int64_t key : last_keys)
+      if (is_there(key)) close_stream(memory_.slot_of(static_cast<uint64_t>(key)));
+  }
 
   // The item anchored there lacks a row from now on: who holds it may go on, and nobody gets it again.
   void end_item(uint64_t slot) {

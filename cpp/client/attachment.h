@@ -99,12 +99,14 @@ class Attachment {
 
   // For every process
 
-  // Absorbs, and lets the limiter see what came. Returns the rows held. Throws as settle() does.
-  uint64_t refresh(const Patience& patience) {
+  // Absorbs, and lets the limiter see what came. Returns the rows held. Throws as settle() does. `dropped`: the last
+  // rows of episodes of a queue that do not go on.
+  uint64_t refresh(const Patience& patience, const std::vector<int64_t>& dropped = {}) {
     settle_feedback(patience);
     const Unlocked others;
     SegmentLock lock(*memory_, patience);
     lock.absorb();
+    if (!dropped.empty()) Claims(*memory_).close_streams(dropped);
     publish_limit(*memory_);
     return memory_->header().rows;
   }

@@ -325,7 +325,10 @@ class Writer {
     const int64_t start = monotonic_ns();
     const auto has_room = [&] { return ring.has_room(); };
     int64_t waited = 0;
-    catch_up();
+    // Those that it drops need no room any more, or it would wait for itself.
+    std::vector<int64_t> dropped;
+    if (linked_ && Claims::are_kept(h)) dropped = lanes_.drop_before_resets();
+    catch_up(dropped);
     std::optional<WaitScope> waiting;
     for (;;) {
       if (has_room() && !attachment_->stopped()) return;
@@ -343,7 +346,7 @@ class Writer {
       if (has_room()) continue;
       ring.ask_for_room();
       reclaim_dead(memory());  // no row speaks of the pages of one that died before it
-      catch_up();
+      catch_up(dropped);
     }
   }
 
@@ -397,10 +400,10 @@ class Writer {
 
   // Lets the limiter see what came: rows that are no items yet, and rows lost to the dead, make room for others. The
   // learner that holds the lock may be stopped: this wait has its own ends.
-  void catch_up() {
+  void catch_up(const std::vector<int64_t>& dropped) {
     if (memory().header().admits_by_hand.load(std::memory_order_relaxed)) return;
     try {
-      attachment_->refresh({.deadline = 0});
+      attachment_->refresh({.deadline = 0}, dropped);
     } catch (const LockTimeout&) {
     }
   }

@@ -53,6 +53,23 @@ class Lanes {
     for (const StreamRow& row : rows_) lanes_[row.lane].state = State::kBroken;
   }
 
+  // Resets wait for room, which the episodes before them take up that were not written to their end. These are over
+  // from now on. If the call fails, too, their lanes start with a reset. Returns the keys of their last rows.
+  std::vector<int64_t> drop_before_resets() {
+    std::vector<int64_t> keys;
+    std::vector<bool> looked(lanes_.size());
+    for (uint64_t i = committed_; i < rows_.size() && !view_.across; i++) {
+      const StreamRow& row = rows_[i];
+      Lane& lane = lanes_[row.lane];
+      if (looked[row.lane]) continue;
+      looked[row.lane] = true;
+      if (row.kind != StreamRow::Kind::kReset || lane.state != State::kRunning) continue;
+      lane.state = State::kDropped;
+      keys.push_back(static_cast<int64_t>(lane.key1 - 1));
+    }
+    return keys;
+  }
+
   // The plan is needed no more, and was a large one.
   void forget_plan() { std::vector<StreamRow>().swap(rows_); }
 
@@ -139,7 +156,7 @@ class Lanes {
       "follow an end: the first of them is not taken, and brings the next episode's first observation. "
       "tr.episodes_from_flat cuts flat arrays, such as D4RL's, into episodes";
 
-  enum class State : uint8_t { kNew, kRunning, kEnded, kBroken };
+  enum class State : uint8_t { kNew, kRunning, kEnded, kBroken, kDropped };
   struct Lane {
     uint64_t key1 = 0;  // key + 1 of its last row
     uint32_t step = 0;
@@ -170,6 +187,9 @@ class Lanes {
     if (state == State::kNew)
       throw std::invalid_argument("step() before the first reset()" + of(lane) +
                                   ": write the episode's first observation by " + reset_);
+    if (state == State::kDropped)
+      throw std::invalid_argument("the call before failed when it had dropped the episode: call " + reset_ +
+                                  " before the next step()" + of(lane));
     if (state == State::kBroken)
       throw std::invalid_argument("the call before failed when some of its rows were written: call " + reset_ +
                                   " before the next step()" + of(lane));

@@ -179,3 +179,38 @@ def test_a_timeout_is_a_number_or_none():
         for bad in (-1, float("nan")):
             with pytest.raises(ValueError, match="timeout"):
                 impatient(buffer, bad).append(x=1)
+
+
+def steps_of(writer, number):
+    for _ in range(number):
+        writer.step(obs=0, reward=1.0, terminated=False, truncated=False)
+
+
+@pytest.mark.parametrize("first", ["its own", "another's"])
+def test_a_reset_does_not_wait_for_the_unfinished_episode_that_it_drops(first):
+    """Sequences of five steps: none is complete when two writers have filled the queue."""
+    buffer = tr.ReplayBuffer(STEPS, 8, view=tr.Sequences(5), sampler=tr.Fifo())
+    with buffer, impatient(buffer) as writer, impatient(buffer) as other:
+        for each in (writer, other) if first == "its own" else (other, writer):
+            each.reset(obs=0)
+            steps_of(each, 3)
+        writer.reset(obs=1)
+        steps_of(writer, 3)
+        with pytest.raises(tr.WouldBlockForever, match="an unfinished episode"):
+            steps_of(writer, 1)
+
+
+def test_a_reset_that_fails_for_want_of_room_has_dropped_its_episode():
+    buffer = tr.ReplayBuffer(STEPS, 8, view=tr.Transitions(), sampler=tr.Fifo(commit="manual"))
+    with buffer, impatient(buffer) as writer:
+        writer.reset(obs=0)
+        steps_of(writer, 7)
+        buffer.sample(6)
+        with pytest.raises(tr.WouldBlockForever, match="1 items wait to be drawn; 6 are held"):
+            writer.reset(obs=1)
+        with pytest.raises(ValueError, match=r"it had dropped the episode: call writer.reset\(obs=obs\) before"):
+            steps_of(writer, 1)
+        buffer.commit()
+        writer.reset(obs=1)
+        steps_of(writer, 1)
+        assert buffer.sample(2)["obs"].tolist() == [0, 1]
