@@ -203,8 +203,12 @@ class Writer {
     wake_writers(memory().header());
   }
 
-  // Items of admissions that have not ended.
+  // Items of admissions that have not ended; and those that it may write now.
   uint32_t begun_items() const { return begun_; }
+  uint32_t open_items() const {
+    const int id = closed_ ? 0 : member_.held();
+    return id ? memory().participant(id).admitted.load(std::memory_order_relaxed) : 0;
+  }
 
   // Gives back what a large call took.
   void trim(size_t most) {

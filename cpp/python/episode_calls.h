@@ -323,6 +323,7 @@ inline PyGetSetDef getset[] = {
     {"rows", attribute<Object, [](Object& s) { return s.session.rows(); }>, nullptr, "Rows this writer has written.",
      nullptr},
     {"_begun_items", attribute<Object, [](Object& s) { return s.session.begun_items(); }>, nullptr, nullptr, nullptr},
+    {"_open_items", attribute<Object, [](Object& s) { return s.session.open_items(); }>, nullptr, nullptr, nullptr},
     {"_completed", attribute<Object, [](Object& s) { return s.session.completed(); }>, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},

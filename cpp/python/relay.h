@@ -15,16 +15,17 @@ inline char* open_column(ArrayView& view, PyObject* o, Element element, int64_t 
   return const_cast<char*>(a.data);
 }
 
-// _relay(block, n, before, keys, runs, start): writes rows `start` to n of a block that copy_run() gave, and keeps
-// their keys, and the pages of the last two.
+// _relay(block, n, before, keys, runs, start, end=n): writes rows `start` to `end` of the n of a block that copy_run()
+// gave, and keeps their keys, and the pages of the last two.
 inline PyObject* relay(PyObject* self, PyObject* args) {
   return method<WriterObject>(self, [&](WriterObject& s) {
     const WriterUse use(self, s);
     PyObject *block, *before, *keys, *runs;
-    unsigned long long n, start;
-    if (!PyArg_ParseTuple(args, "OKOOOK", &block, &n, &before, &keys, &runs, &start)) throw PythonError{};
+    unsigned long long n, start, end = kMaxKeys;
+    if (!PyArg_ParseTuple(args, "OKOOOK|K", &block, &n, &before, &keys, &runs, &start, &end)) throw PythonError{};
     SegmentMemory& m = s.attached->memory();
-    if (n > kMaxKeys || start > n) throw std::invalid_argument("bad number of relayed rows");
+    end = std::min(n, end);
+    if (n > kMaxKeys || start > end) throw std::invalid_argument("bad number of relayed rows");
     const auto rows = static_cast<int64_t>(n);
     ArrayView block_view, before_view, keys_view, runs_view;
     const int64_t bytes = block_view.open(block) && block_view.array.dims == 1 ? block_view.array.shape[0] : 0;
@@ -35,7 +36,7 @@ inline PyObject* relay(PyObject* self, PyObject* args) {
     RelayedValues values(m, data, static_cast<uint64_t>(bytes), n, start);
     RelayedRows relayed(m, values.at(), data, n, from, to, pages, start);
     PythonWait wait(self);
-    if (start < n) s.session.write(n - start, relayed, to + start, values, wait, values.run_bytes());
+    if (start < end) s.session.write(end - start, relayed, to + start, values, wait, values.run_bytes());
   });
 }
 

@@ -11,7 +11,6 @@ import torch
 import torchreplay as tr
 from torchreplay.ray.remote import send_buffer as send_buffers
 from torchreplay.ray.remote.ingest_actor import IngestWriter
-from torchreplay.ray.remote.remote_buffer import RemoteWriter
 from torchreplay.ray.remote.send_buffer import IN_FLIGHT, SendBuffer
 from torchreplay.segment.delivery_log import DeliveryLog
 
@@ -292,10 +291,3 @@ def test_values_that_are_too_long_for_the_buffer_are_refused_where_they_are_writ
     longest = range((1 << 16) // 4 // 8)
     for writer in (far, here):
         writer.append(tokens=longest, like=longest, n=0)
-
-
-def test_a_writer_elsewhere_of_a_queue_with_an_admission_is_refused_with_what_to_do():
-    how = {"ragged_bytes": 1 << 16, "sampler": tr.Fifo(), "limiter": tr.Admission(batch_size=4, max_age=1)}
-    told = r"on another node.*call the generator within `with writer\.admit\(\):`"
-    with tr.ReplayBuffer(TOKENS, 100, **how) as queue, pytest.raises(ValueError, match=told):
-        RemoteWriter(None, queue._config, None, None)

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 
+import torchreplay as tr
 from torchreplay.ray.remote import ingest_actor
 from torchreplay.ray.remote.ingest_actor import Ingest
 from torchreplay.ray.remote.row_wire import RowServer
@@ -19,6 +20,14 @@ class Unreachable(Exception):
     """What a call raises while nobody answers."""
 
 
+class TaskFailed(Unreachable):
+    """What a call raises whose method has raised."""
+
+    def __init__(self, cause):
+        super().__init__(str(cause))
+        self.cause = cause
+
+
 class Call:
     """What a call of Ray's returns."""
 
@@ -28,6 +37,8 @@ class Call:
             self._answer.set_result(function(*args))
         except Unreachable as error:
             self._answer.set_exception(error)
+        except (tr.Stopped, ValueError, RuntimeError) as error:
+            self._answer.set_exception(TaskFailed(error))
 
     def future(self):
         return self._answer
@@ -73,13 +84,19 @@ class ServedIngest:
         monkeypatch.setattr(ingest_actor, "LINGER", 0.0)  # its thread ends when the last writer has left
         monkeypatch.setattr(ingest_actor, "_LOOK_EVERY", 0.01)
         self.log, self.by_ray = DeliveryLog(), 0
-        self.ingest = Ingest(replace(buffer.handle(), delivery_log=self.log.handle()))
+        self._handle = replace(buffer.handle(), delivery_log=self.log.handle())
+        self.start()
+
+    def start(self):
+        """Begins; or the process that served until now has died, and another one begins with its log."""
+        self.ingest = Ingest(self._handle)
         self.locate = self.ingest.address
         self.push = Method(self._push)
         self.address = Method(lambda: self.locate())
         self.depart = Method(self.ingest.depart)
         self.look = Method(self.ingest.look)
-        self.truncate = Method(self.ingest.truncate)
+        for name in ("truncate", "admit", "limiter", "policy_version"):
+            setattr(self, name, Method(getattr(self.ingest, name)))
 
     def _push(self, source, chunk):
         self.by_ray += 1
@@ -101,7 +118,7 @@ class Home(NodeActor):
 def ray_of_this_process(monkeypatch):
     """Puts something in Ray's place that knows these calls."""
     ray = SimpleNamespace(
-        exceptions=SimpleNamespace(RayError=Unreachable, RayTaskError=ZeroDivisionError),
+        exceptions=SimpleNamespace(RayError=Unreachable, RayTaskError=TaskFailed),
         is_initialized=lambda: True,
         wait=lambda calls, timeout: (calls, []),
         put=lambda value: value,

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from torchreplay import _C
+
+class Admits(Protocol):
+    """What an `AdmittedItems` calls of its writer."""
+
+    @property
+    def _begun_items(self) -> int: ...
+    def _admit(self, n: int, timeout: float | None, /) -> None: ...
+    def _end_admission(self, n: int, /) -> None: ...
+    def _settle(self) -> None: ...
 
 
 class AdmittedItems:
@@ -21,7 +29,7 @@ class AdmittedItems:
 
     __slots__ = ("_n", "_open", "_timeout", "_writer")
 
-    def __init__(self, writer: _C.Writer, n: int, timeout: float | None) -> None:
+    def __init__(self, writer: Admits, n: int, timeout: float | None) -> None:
         self._writer, self._n, self._timeout, self._open = writer, n, timeout, False
 
     def __enter__(self) -> None:
@@ -35,6 +43,7 @@ class AdmittedItems:
             self._open = False
             if self._writer._begun_items > begun:  # a signal came when they were admitted
                 self._writer._end_admission(self._n)
+                self._writer._settle()
             raise
 
     def __exit__(
@@ -44,11 +53,13 @@ class AdmittedItems:
             raise RuntimeError("this block has not been entered: write `with writer.admit():`")
         self._open = False
         self._writer._end_admission(self._n)
+        self._writer._settle()
 
     def __del__(self) -> None:
-        if self._open:  # a signal came before __exit__ had begun
+        if getattr(self, "_open", False):  # a signal came before __exit__ had begun, or __init__
             self._open = False
             self._writer._end_admission(self._n)
+            self._writer._settle()
 
     def __aenter__(self) -> NoReturn:
         raise TypeError(

@@ -249,6 +249,9 @@ class Writer(_C.Writer, Closeable):
             self._look_around()
         self._wait.look()
 
+    def _settle(self) -> None:
+        """Called when a block of `admit` has ended, and what it has not written is given back here."""
+
     def _why_not_admitted(self, n: int) -> str:
         """Returns what counts as admitted, and how far it may go. It waits for no lock."""
         return why_not_admitted(self._segment, n)

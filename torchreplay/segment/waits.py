@@ -187,15 +187,16 @@ class Wait:
         if self.expired:
             raise ReplayTimeout(f"no batch{self._of()} within {self._timeout:.10g} s: {trouble}")
 
-    def check_delivery(self, waiting_for: str) -> None:
-        """Says, now and then, what keeps the rows of a remote writer from being taken.
+    def check_delivery(self, waiting_for: str, not_admitted: str = "") -> None:
+        """Says, now and then, what keeps the rows of a remote writer from being taken, or why it is not admitted.
 
         Raises:
             ReplayTimeout: The deadline has passed.
         """
         if self.expired:
-            raise ReplayTimeout(f"append() found no room within {self._timeout:.10g} s: it waits for {waiting_for}")
-        self._tell(waiting_for, lambda: "the buffer is on another node")
+            call, why = ("admit()", not_admitted) if not_admitted else ("append()", f"it waits for {waiting_for}")
+            raise ReplayTimeout(f"{call}{self._of()} found no room within {self._timeout:.10g} s: {why}")
+        self._tell(waiting_for, lambda: not_admitted or "the buffer is on another node")
 
     def _tell(self, what: str, figures: Callable[[], str]) -> None:
         """Says what is waited for, now and then."""

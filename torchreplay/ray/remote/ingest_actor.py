@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from torchreplay.buffer.jams import why_full
+from torchreplay.buffer.jams import why_full, why_not_admitted
 from torchreplay.buffer.replay_buffer import ReplayBuffer, attached_here, local_sampler
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Writer
@@ -19,6 +19,7 @@ from torchreplay.errors import AttachError, ReplayLost, Stopped
 from torchreplay.ray.remote.row_wire import Answer, Chunk, RowServer, Source, most_bytes
 from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.ray.wire.connection import Address
+from torchreplay.schema.limiters import Admission
 from torchreplay.schema.samplers import Fifo
 from torchreplay.schema.views import Rows
 from torchreplay.segment.delivery_log import END, DeliveryLog, WriterEntry
@@ -30,6 +31,9 @@ INGEST_SLICE_SECONDS: Final = 0.2
 
 SILENCE: Final = 15.0
 """Seconds without a word after which a remote writer counts as dead."""
+
+LOST: Final = 5.0
+"""The same, where its connection has ended: its process says twice a second that it lives."""
 
 LATE: Final = 120.0
 """Seconds after which nothing comes any more that a closed writer's process has sent: less than a connection lasts."""
@@ -43,7 +47,7 @@ _LINK_BITS: Final = 16
 
 
 class _Behind(Exception):
-    """The limiter has kept a chunk waiting for so long that its writer must know."""
+    """The limiter has kept a chunk waiting for so long that its writer must know; or so many items, its argument."""
 
 
 class IngestWriter(Writer):
@@ -57,6 +61,7 @@ class IngestWriter(Writer):
     Attributes:
         heard: Monotonic time when that one was heard of last.
         is_behind: Whether its next chunk waits for the limiter, or for room in a queue.
+        busy: Held by who uses it.
     """
 
     def __init__(self, buffer: ReplayBuffer, entry: WriterEntry, others_behind: Callable[[], int] = int) -> None:
@@ -68,6 +73,9 @@ class IngestWriter(Writer):
         self._linked = not isinstance(buffer.view, Rows)
         self._others_behind = others_behind
         self.is_behind = False
+        self.busy = threading.Lock()
+        self._request = 0  # the last one that was answered, and up to which row it was admitted by then
+        self._end: int | None = None
         self._deadline = 0.0  # monotonic time until which to wait for the limiter
 
     def write(self, chunk: Chunk) -> None:
@@ -82,10 +90,40 @@ class IngestWriter(Writer):
         start = 0 if entry.begin(chunk.number, chunk.rows) else self._count_written(keys)
         before, ends = self._predecessors(chunk)
         self._deadline = time.monotonic() + INGEST_SLICE_SECONDS
-        self._relay(chunk.block, chunk.rows, before, keys, entry.runs, start)  # which puts the keys of the rest there
+        end = start + self._admitted_of(chunk.rows - start)
+        self._relay(chunk.block, chunk.rows, before, keys, entry.runs, start, end)  # which puts their keys there
+        if end < chunk.rows:
+            raise _Behind(1)
         if self._linked:
             ends = np.concatenate([ends, _ends_of(chunk, before, keys)])
         entry.finish(chunk.number, ends)
+
+    def settle(self, request: int, end: int, n: int, seconds: float) -> None:
+        """Admits rows up to `end`, the last `n` of them anew, or gives back what is admitted from there on.
+
+        Raises:
+            _Behind: They are not admitted within so many seconds.
+        """
+        if request > self._request:
+            lacking = n if self._end is None else end - self._end
+            if lacking > 0:
+                self._admit(lacking, seconds)
+            else:
+                self._end_admission(self._begun_items - max(0, self._open_items + lacking))
+            self._request, self._end = request, end
+
+    def _admitted_of(self, rows: int) -> int:
+        """Returns how many of so many rows may be written: all, unless they had been admitted.
+
+        What was admitted is given back when the writer counts as dead, or this process dies. Rows that come all the
+        same are admitted anew, one by one.
+        """
+        if not isinstance(self._config.limiter, Admission):
+            return rows
+        with suppress(_Behind):
+            while self._open_items < rows:
+                self._admit(1, INGEST_SLICE_SECONDS)
+        return min(rows, self._open_items)
 
     def truncate(self, there: npt.NDArray[np.int64]) -> None:
         """Ends the episodes whose last rows have these keys where they were collected, and are in the buffer."""
@@ -126,6 +164,12 @@ class IngestWriter(Writer):
         before[outside] = ends["here"][at]
         before[inside] = chunk.first - before[inside]  # -1 - index
         return before, ends[left].copy()
+
+    def _look_before_admission(self, n: int, timeout: float | None, waited: float) -> None:
+        if self._segment.stopped:
+            raise Stopped(f"{self._config.called} was stopped")
+        if waited >= (timeout or 0.0):
+            raise _Behind(n)
 
     def _look(self, stalled: bool, waited: float, pages: bool = False) -> None:
         if stalled:
@@ -194,15 +238,15 @@ class Ingest:
         if not self._acquire():
             return Answer(waiting="the end of the process that wrote before")
         try:
-            self._writer_of(source)  # it is heard of, however long its turn takes
-            with self._turn:
+            # It is heard of, however long its turn takes.
+            with self._writer_of(source).busy, self._turn:
                 writer = self._writer_of(source)
                 if chunk.number == writer.entry.written + 1:
                     writer.is_behind = False
                     writer.write(chunk)
-        except _Behind:
+        except _Behind as behind:
             writer.is_behind = True
-            return Answer(writer.entry.written, waiting=self._why(), limited=True)
+            return Answer(writer.entry.written, waiting=self._why(*behind.args), limited=True)
         except Stopped as error:
             self._end(error)
         except Exception as error:
@@ -224,7 +268,8 @@ class Ingest:
                 self._departed[source.writer] = time.monotonic()
                 writer = self._writers.pop(source.writer, None)
             if writer is not None:
-                writer.close()
+                with suppress(RuntimeError):  # its process ends while it waits to be admitted
+                    writer.close()
                 writer.entry.leave()
             elif not self._ending and self._acquire():  # of one that the process before this knew, it may have an entry
                 self._log.forget(source.writer)
@@ -246,7 +291,7 @@ class Ingest:
         with self._lock:
             if self._server is None:
                 most = most_bytes(local_sampler(self._buffer).config)
-                self._server = RowServer(self._ray.util.get_node_ip_address(), self.push, most)
+                self._server = RowServer(self._ray.util.get_node_ip_address(), self.push, most, self.lost)
         return self._server.address
 
     def look(self, sources: list[Source]) -> Stopped | None:
@@ -258,6 +303,37 @@ class Ingest:
                 with suppress(MemoryError, RuntimeError):  # which its first chunk is answered with
                     self._writer_of(source)
         return self._ending
+
+    def admit(self, source: Source, request: int, end: int, n: int, patience: float) -> tuple[str, int]:
+        """Admits a writer up to its row `end`, the last `n` anew; or takes back what it was admitted beyond.
+
+        Returns:
+            Why it is not admitted within so many seconds, or ""; and the learner's policy version.
+        """
+        self._heard, why = time.monotonic(), "the process that wrote before has not ended"
+        if self._ending and n:
+            raise self._ending
+        if self._acquire():
+            writer, why = self._writer_of(source), ""
+            try:
+                if n:
+                    writer.admit(n)  # which looks whether so many ever are
+                with writer.busy:
+                    writer.settle(request, end, n, patience)
+            except _Behind:
+                why = self._why(n)
+        return why, self._buffer.policy_version
+
+    def lost(self, number: int) -> None:
+        """Notes that the connection of a writer has ended: perhaps its process has."""
+        with self._lock:
+            if number in self._writers:
+                writer = self._writers[number]
+                writer.heard = min(writer.heard, time.monotonic() - SILENCE + LOST)
+
+    def policy_version(self) -> int:
+        """Returns the learner's policy version."""
+        return self._buffer.policy_version
 
     def stats(self) -> Stats:
         """Returns the buffer's counters."""
@@ -313,9 +389,11 @@ class Ingest:
         """Returns how many remote writers wait, beside the one whose chunk is being written."""
         return sum(writer.is_behind for writer in list(self._writers.values()))
 
-    def _why(self) -> str:
+    def _why(self, not_admitted: int = 0) -> str:
         sampler = local_sampler(self._buffer)
         segment = sampler.segment
+        if not_admitted:
+            return f"{why_not_admitted(segment, not_admitted)}; learners alive: {segment.census(True)['learners']}"
         if isinstance(self._buffer.sampler, Fifo):
             return f"room in the queue: {why_full(segment, sampler.config)}"
         census = segment.census(True)

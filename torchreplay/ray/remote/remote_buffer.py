@@ -15,6 +15,7 @@ from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Autoreset, Writer, roles_of, streams_of
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.remote.ingest_actor import Ingest
+from torchreplay.ray.remote.remote_weights import ADMITTED
 from torchreplay.ray.remote.row_sender import RowSender
 from torchreplay.ray.remote.send_buffer import SendBuffer
 from torchreplay.ray.runtime.actor_client import NodeActor
@@ -45,12 +46,6 @@ class RemoteWriter(Writer):
         autoreset: Autoreset,
         of_buffer: weakref.WeakSet[RemoteWriter] | None = None,
     ) -> None:
-        if isinstance(config.limiter, Admission):
-            raise ValueError(
-                f"{config.called} has {config.limiter}, and this process is on another node of the cluster: writers "
-                f"are admitted on the buffer's node only, where the kernel tells who has died; start an actor on that "
-                f"node, have it call the generator within `with writer.admit():`, and write what that returns"
-            )
         roles_of(config, num_envs, autoreset)  # raises before anybody hears of a writer that there will not be
         self._sender = sender
         self._send_buffer: SendBuffer = sender.open(config, num_envs or 1)
@@ -93,6 +88,7 @@ class RemoteWriter(Writer):
             ValueError: The writer is closed.
         """
         super().flush()
+        self._settle()
         self._sender.flush(self._send_buffer)
 
     def close(self) -> None:
@@ -109,6 +105,29 @@ class RemoteWriter(Writer):
                 self._sender.flush(self._send_buffer)
         finally:
             self._leave()
+
+    # Items are admitted on the buffer's node, and then here.
+
+    def _admit(self, n: int, timeout: float | None) -> None:
+        if isinstance(self._config.limiter, Admission):
+            self._require_open()
+            timeout, end = self.timeout if timeout is None else timeout, self.rows + self._open_items
+            try:
+                ADMITTED.version = max(ADMITTED.version, self._sender.admit(self._send_buffer, end, n, timeout))
+                super()._admit(n, None)
+            except BaseException:
+                self._settle()
+                raise
+        else:
+            super()._admit(n, timeout)
+
+    def _settle(self) -> None:
+        if not self.closed:
+            self._sender.settle(self._send_buffer, self.rows + self._open_items)
+
+    def _look_before_admission(self, n: int, timeout: float | None, waited: float) -> None:
+        if self._send_buffer.ended is not None:
+            raise self._send_buffer.ended.error()
 
     def _look(self, stalled: bool, waited: float, pages: bool = False) -> None:
         self._send_buffer.wanted = self._wanted_bytes()  # until the next wait: the row has not its pages yet
@@ -137,7 +156,7 @@ class RemoteBuffer(WritableReplay):
         self._handle = handle
         self._given_view = view
         name, args = f"torchreplay-ingest-{handle.nonce:016x}", (handle, view, self._listeners)
-        self._actor = NodeActor(handle.node, Ingest, name, args)
+        self._actor = NodeActor(handle.node, Ingest, name, args, calls=64)  # writers wait in them
         self._connecting = threading.Lock()
         self._connection: tuple[Config, RowSender] | None = None
         self._local = threading.local()
@@ -187,7 +206,7 @@ class RemoteBuffer(WritableReplay):
         Raises:
             Stopped: The buffer was stopped.
             ReplayLost: The buffer is gone.
-            ValueError: As there, or the buffer has an `Admission`.
+            ValueError: As there.
             RuntimeError: This process was forked off one of Ray's, or rows can no longer be sent from it.
         """
         streams = streams_of(envs, num_envs, autoreset)
@@ -306,6 +325,12 @@ class RemoteBuffer(WritableReplay):
     @limiter.setter
     def limiter(self, limiter: Limiter | None) -> NoReturn:
         raise AttributeError(self._out_of_reach("setting the limiter"))
+
+    @property
+    def policy_version(self) -> int:
+        """The learner's; asks the buffer's node."""
+        version: int = self._ask("policy_version")
+        return version
 
     @property
     def capacity(self) -> int:

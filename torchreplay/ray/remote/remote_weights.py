@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 import weakref
+from contextlib import suppress
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -88,6 +89,10 @@ class _News:
         self.closed = True
 
 
+ADMITTED: Final = _News()
+"""The learner's version at which a writer of this process was admitted last: weights of it are there."""
+
+
 class RemoteWeights(SharedWeights):
     """What `SharedWeights` become on another node of the Ray cluster than the learner's: there to be pulled.
 
@@ -100,6 +105,7 @@ class RemoteWeights(SharedWeights):
         self._infos = infos
         self._nbytes = nbytes
         self._pulled = -1
+        self._looked_for = 0
         self._pulled_into = lambda: None
         self._content = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         name = f"torchreplay-weights-{handle.nonce:016x}"
@@ -142,6 +148,11 @@ class RemoteWeights(SharedWeights):
 
     def _pull(self, module: nn.Module) -> bool:
         self._actor.require_own_process()
+        if self._looked_for < ADMITTED.version:  # once for each: news of it may not have come yet
+            self._looked_for = ADMITTED.version
+            if self._news.version < self._looked_for:
+                with suppress(AttachError):
+                    self._news.version = max(self._news.version, self._actor.ask("newer", -1)[0])
         if self._news.version <= self._pulled and self._pulled_into() is module:
             return False
         state = self.require_like(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import queue
 import threading
 import time
@@ -15,9 +16,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from torchreplay.errors import AttachError, ReplayLost, Stopped
+from torchreplay.errors import AttachError, ReplayLost, ReplayTimeout, Stopped
 from torchreplay.ray.remote.row_wire import Answer, Chunk, RowLink
-from torchreplay.ray.remote.send_buffer import Delay, SendBuffer, WriterState
+from torchreplay.ray.remote.send_buffer import Delay, Request, SendBuffer, WriterState
 from torchreplay.ray.runtime.actor_client import NodeActor
 from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.ray.wire.link import Way
@@ -30,9 +31,12 @@ TICK: Final = 0.1
 FAREWELL: Final = 5.0
 """Seconds that a process which ends gives to its rows."""
 
+FIRST_WORD: Final = 5.0
+"""Seconds for which a call that does not wait to be admitted waits for an answer."""
+
 HEARTBEAT: Final = 0.5
 PAUSE: Final = 0.25
-"""Seconds before another try, when the ingest does not answer."""
+"""Seconds before another try, when the ingest does not answer; and for which a writer waits there to be admitted."""
 
 
 class RowSender:
@@ -80,11 +84,40 @@ class RowSender:
 
         self._await(send_buffer, has_room, timeout)
 
+    def admit(self, send_buffer: SendBuffer, end: int, n: int, timeout: float | None) -> int:
+        """Returns the learner's policy version when the writer may write `n` rows beyond row `end`.
+
+        Raises:
+            ReplayTimeout: That takes longer.
+            ValueError: So many are never admitted at once.
+        """
+        patience = PAUSE if timeout is None else min(PAUSE, timeout)
+        request = self._request(send_buffer, end + n, n, patience)
+        wait = Wait(send_buffer.segment, timeout or FIRST_WORD if timeout == 0 else timeout)
+        while not request.settled:
+            self._check(send_buffer)
+            if request.why and timeout == 0:
+                raise ReplayTimeout(f"admit() does not wait: {request.why}")
+            if request.why and self._giving_up:
+                raise Stopped(f"this process is to end, and waits to be admitted: {request.why}")
+            wait.check_delivery("the learner, before an item is begun", request.why or "its node has not answered")
+            send_buffer.sleep(SLICE_NS / 1e9)
+        if request.error is not None:
+            raise request.error
+        return request.version
+
+    def settle(self, send_buffer: SendBuffer, end: int) -> None:
+        """Has sent what is written, and gives back what the writer may write from row `end` on; waits for neither."""
+        if end != send_buffer.request.end:
+            self._request(send_buffer, end, 0, 0.0)
+        self._sweep_due = 0.0
+        self._events.put(None)
+
     def flush(self, send_buffer: SendBuffer) -> None:
-        """Returns when everything in the send buffer is acknowledged."""
+        """Returns when everything in the send buffer is acknowledged, and what its writer gave back is taken back."""
         send_buffer.hurried = True
         try:
-            self._await(send_buffer, lambda: send_buffer.is_empty)
+            self._await(send_buffer, lambda: send_buffer.is_empty and send_buffer.request.settled)
         finally:
             send_buffer.hurried = False
 
@@ -141,6 +174,11 @@ class RowSender:
             wait.check_delivery("an answer from the buffer's node" if delay is None else delay.waits_for)
             send_buffer.sleep(SLICE_NS / 1e9)
 
+    def _request(self, send_buffer: SendBuffer, end: int, n: int, patience: float) -> Request:
+        request = send_buffer.request = Request(send_buffer.request.number + 1, end, n, patience)
+        self._events.put(None)
+        return request
+
     # In the sender's thread.
 
     def _work(self) -> None:
@@ -187,6 +225,7 @@ class RowSender:
         if self._giving_up and delay is not None and delay.by_limiter:
             send_buffer.end(f"this process is to end, and its rows wait for {delay.waits_for}")
         if send_buffer.ended is None:
+            self._ask(send_buffer)
             send_buffer.cut(sweep)
             for chunk in send_buffer.window.to_send():
                 if send_buffer.delay is not None and send_buffer.window.unanswered:
@@ -196,6 +235,33 @@ class RowSender:
             return
         if send_buffer.ended is not None or send_buffer.is_empty:
             self._forget(send_buffer)
+
+    def _ask(self, send_buffer: SendBuffer) -> None:
+        """Has the ingest do what a writer asks for, and asks again until it has; from then on it waits there, too."""
+        request = send_buffer.request
+        if request.settled or time.monotonic() < request.not_before:
+            return
+        request.not_before = math.inf  # until the answer
+        words = request.number, request.end, request.n, request.patience if request.why else 0.0
+        try:
+            answer = self._actor.tell("admit", send_buffer.source, *words).future()
+            self._await_answer(answer, partial(self._hear_of, send_buffer, request))
+        except self._ray.exceptions.RayError as error:
+            self._hear_of(send_buffer, request, error)
+
+    def _hear_of(self, send_buffer: SendBuffer, request: Request, done: Any) -> None:
+        """Takes the answer to a request, or the error instead of one."""
+        error = done if isinstance(done, Exception) else done.exception()
+        if error is None:
+            request.why, request.version = done.result()
+            request.settled = not request.why
+            request.not_before = 0.0 if request.patience else math.inf
+        elif isinstance(error, self._ray.exceptions.RayTaskError):
+            request.error, request.settled = error.cause, True
+        else:
+            request.why, request.not_before = "the buffer's node does not answer", time.monotonic() + PAUSE
+            self._look_again(error)
+        send_buffer.tell()
 
     def _send(self, send_buffer: SendBuffer, chunk: Chunk) -> None:
         source = send_buffer.source

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import struct
 import threading
 from collections.abc import Callable
@@ -34,6 +35,7 @@ PUSH: Final = struct.Struct("<4sQQQ?QQQQQ")
 ANSWER: Final = struct.Struct("<4sQ?I")
 """The mark, the last chunk that is written, whether the next waits for the limiter, and bytes of JSON: the rest."""
 
+Lost = Callable[[int], object]
 _MOST_TEXT: Final = 1 << 20
 _ENDINGS: Final = {kind.__name__: kind for kind in (Stopped, ReplayLost)}
 
@@ -86,13 +88,22 @@ class RowServer(Server):
         host: The address of the node, at which it listens.
         push: Writes a chunk, as `Ingest.push` does; its block's memory is used again afterwards.
         most: Bytes of a chunk's block at most.
+        lost: Called with the number of each writer of a connection that has ended.
     """
 
     request = PUSH
 
-    def __init__(self, host: str, push: Callable[[Source, Chunk], Answer], most: int) -> None:
-        self._push, self._most, self._own = push, most, threading.local()
+    def __init__(self, host: str, push: Callable[[Source, Chunk], Answer], most: int, lost: Lost = bool) -> None:
+        self._push, self._most, self._lost, self._own = push, most, lost, threading.local()
         super().__init__(host)
+
+    def _serve(self, connection: socket.socket) -> None:
+        self._own.writers = set()
+        try:
+            super()._serve(connection)
+        finally:
+            for writer in self._own.writers:
+                self._lost(writer)
 
     def answer(self, values: list[Any], fill: Receive) -> list[Any]:
         """Writes a chunk, once all of it is there."""
@@ -102,6 +113,7 @@ class RowServer(Server):
         if not hasattr(self._own, "room"):  # of this connection: memory that is new for each chunk costs as much again
             self._own.room = np.empty(2 * CHUNK_BYTES, np.uint8)
         room = self._own.room[:nbytes] if nbytes <= len(self._own.room) else np.empty(nbytes, np.uint8)
+        self._own.writers.add(source[0])
         answer = self._push(Source(*source), Chunk(number, first, rows, links_at, fill(room)))
         rest, ending = b"", answer.ending
         if answer.waiting or answer.refusal or ending:

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
@@ -15,6 +16,8 @@ from torchreplay.buffer.replay_buffer import collecting_buffer, local_sampler
 from torchreplay.errors import Stopped
 from torchreplay.ray.remote.row_wire import CHUNK_BYTES, CHUNK_ROWS, LARGEST_PAGE, Chunk, Source, row_bytes
 from torchreplay.schema.config import Config
+from torchreplay.schema.limiters import Admission
+from torchreplay.schema.samplers import Fifo
 from torchreplay.schema.spec import nest
 
 WINDOW_BYTES: Final = 3 * CHUNK_BYTES
@@ -49,6 +52,21 @@ class End(NamedTuple):
     def error(self) -> Exception:
         """Returns what the calls of the writer raise."""
         return RuntimeError(self.reason) if self.refused else Stopped(self.reason)
+
+
+@dataclass(eq=False)
+class Request:
+    """To be admitted, the last `n` rows anew, up to a row; or to give back what was admitted beyond."""
+
+    number: int = 0  # among those of its writer
+    end: int = 0  # the row, counted where it is collected
+    n: int = 0
+    patience: float = 0.0  # seconds that it may wait in the ingest; 0: it is asked once
+    settled: bool = False
+    why: str = ""  # it is not, as it was heard last
+    error: Exception | None = None
+    version: int = 0  # of the learner's policy, when it was settled
+    not_before: float = 0.0  # monotonic time of the next try
 
 
 class SendWindow:
@@ -129,6 +147,7 @@ class SendBuffer:
         hurried: Whether somebody waits until everything is acknowledged.
         wanted: Bytes of pages that the row needs for which the writer waits, or has waited last.
         state: What the writer does.
+        request: What the writer asks for, where writers have to be admitted.
     """
 
     def __init__(self, config: Config, num_envs: int) -> None:
@@ -137,7 +156,11 @@ class SendBuffer:
         capacity = max(8, 2 * rows, config.view.rows_of_an_item)
         # A row may take a quarter of the buffer's pages, and so of these, whose size is another one.
         ragged = None if config.ragged_bytes is None else max(config.ragged_bytes + 4 * LARGEST_PAGE, 2 * WINDOW_BYTES)
-        of_rows = Config.of(nest(config.fields), capacity, None, config.view, None, None, ragged)
+        # Where writers have to be admitted, this one has to be here, too: when it was there.
+        sampler, limiter = None, None
+        if isinstance(config.limiter, Admission):
+            sampler, limiter = Fifo(), Admission(capacity, 1 << 31)
+        of_rows = Config.of(nest(config.fields), capacity, sampler, config.view, limiter, config.name, ragged)
         self.stage = collecting_buffer(of_rows)
         self.segment = local_sampler(self.stage).segment
         self.source = Source(secrets.randbits(62) + 1, num_envs, rows, fresh=True)
@@ -147,6 +170,7 @@ class SendBuffer:
         self.hurried = False
         self.wanted = 0
         self.state = WriterState.WRITING
+        self.request = Request(settled=True)
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # at most one: there is some
         self._cut = 0  # key of the first row that is in no chunk
         self._number = 0  # of the last chunk
