@@ -47,7 +47,7 @@ class RemoteWriter(Writer):
         of_buffer: weakref.WeakSet[RemoteWriter] | None = None,
     ) -> None:
         roles_of(config, num_envs, autoreset)  # raises before anybody hears of a writer that there will not be
-        self._sender = sender
+        self._sender, self._is_admitted = sender, isinstance(config.limiter, Admission)
         self._send_buffer: SendBuffer = sender.open(config, num_envs or 1)
         self._leave = weakref.finalize(self, sender.leave, self._send_buffer)
         super().__init__(self._send_buffer.segment, config, num_envs, autoreset, first_key=-1)  # its keys are not told
@@ -109,7 +109,7 @@ class RemoteWriter(Writer):
     # Items are admitted on the buffer's node, and then here.
 
     def _admit(self, n: int, timeout: float | None) -> None:
-        if isinstance(self._config.limiter, Admission):
+        if self._is_admitted:
             self._require_open()
             timeout, end = self.timeout if timeout is None else timeout, self.rows + self._open_items
             try:
@@ -122,7 +122,7 @@ class RemoteWriter(Writer):
             super()._admit(n, timeout)
 
     def _settle(self) -> None:
-        if not self.closed:
+        if self._is_admitted and not self.closed:
             self._sender.settle(self._send_buffer, self.rows + self._open_items)
 
     def _look_before_admission(self, n: int, timeout: float | None, waited: float) -> None:
@@ -156,7 +156,7 @@ class RemoteBuffer(WritableReplay):
         self._handle = handle
         self._given_view = view
         name, args = f"torchreplay-ingest-{handle.nonce:016x}", (handle, view, self._listeners)
-        self._actor = NodeActor(handle.node, Ingest, name, args, calls=64)  # writers wait in them
+        self._actor = NodeActor(handle.node, Ingest, name, args, 64)  # calls: writers wait in them
         self._connecting = threading.Lock()
         self._connection: tuple[Config, RowSender] | None = None
         self._local = threading.local()
