@@ -298,6 +298,16 @@ def test_while_the_buffers_node_does_not_answer_timeouts_hold(far, monkeypatch):
                 writer.extend(x=[1, 2, 3, 4])
 
 
+def test_requests_that_come_late_or_again_change_nothing(far):
+    with queue_of(8, 0) as queue:
+        there = far(queue)
+        with there.writer() as writer:
+            ingest, source = there.served.ingest, writer._send_buffer.source
+            for number, end, n, begun in ((2, 3, 3, 3), (1, 5, 2, 3), (2, 3, 3, 3), (4, 2, 0, 2), (3, 6, 3, 2)):
+                assert ingest.admit(source, number, end, n, 0.0) == ("", 0)
+                assert queue.stats().open_admissions == begun
+
+
 def test_a_writer_of_which_nothing_is_heard_gives_back_what_it_had(far):
     with queue_of(4, 0) as queue:
         there = far(queue)
