@@ -33,9 +33,9 @@ class LocalActor:
         self._cluster, self._failure = cluster, failure
 
     def __getattr__(self, name):
-        return SimpleNamespace(remote=lambda *args: self._call(name, args))
+        return SimpleNamespace(remote=lambda *args, **named: self._call(name, args, **named))
 
-    def _call(self, name, args):
+    def _call(self, name, args, **named):
         errors = self._cluster.exceptions
         if self.dead:
             return SimpleNamespace(error=errors.ActorDiedError())
@@ -46,7 +46,7 @@ class LocalActor:
             return SimpleNamespace(error=self._failure)
         if self._failure is not None:
             return SimpleNamespace(error=errors.RayTaskError(name, "", self._failure))
-        answer = getattr(self.it, name)(*args)
+        answer = getattr(self.it, name)(*args, **named)
         if type(answer) is tuple:  # the object store takes copies
             answer = tuple(part.copy() if isinstance(part, np.ndarray) else part for part in answer)
         return SimpleNamespace(error=None, value=answer)

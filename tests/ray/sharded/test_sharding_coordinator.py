@@ -137,7 +137,7 @@ def test_a_stop_that_was_heard_is_not_forgotten_for_an_older_answer(union):
     coordinator, view = union()
     shards = view("a")
     older = shards.order(dict.fromkeys(range(3), 0))
-    coordinator.table().entries[1].actor.it.stop()
+    coordinator.table().entries[1].actor.it.ask("stop")
     with pytest.raises(tr.Stopped):
         heard(shards)
     shards._note(shards.calls.collect(older))

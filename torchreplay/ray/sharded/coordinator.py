@@ -225,7 +225,7 @@ class Coordinator:
     def stop(self) -> None:
         """Stops the buffer for all processes, and returns when all shards that can be reached soon say so."""
         self._stopped = True
-        stops = [slot.actor.stop.remote() for slot in self._slots if slot.actor is not None]
+        stops = [slot.actor.ask.remote("stop") for slot in self._slots if slot.actor is not None]
         self._ray.wait(stops, num_returns=len(stops), timeout=STOP_SECONDS)
 
     def _make(self, slot: _Slot, limit: int | None) -> None:

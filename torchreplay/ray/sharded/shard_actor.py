@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -171,37 +171,13 @@ class Shard:
         self._set_limit(self._limit)
         return self._buffer.stats().inserted
 
-    def keys(self, rows: bool) -> NDArray[np.int64]:
-        """Returns the buffer's own keys, as `ReplayBuffer.keys` does."""
-        return self._buffer.keys(rows=rows).numpy()
+    def ask(self, method: str, *args: Any, named: Mapping[str, Any] | None = None) -> Any:
+        """Returns what a method of the buffer returns, a tensor as an array.
 
-    def priorities(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Returns raw priorities as `ReplayBuffer.priorities` does, of keys of this shard's own that were checked."""
-        return self._buffer.priorities(keys).numpy()
-
-    def rewrite(self, keys: NDArray[np.int64], fields: dict[str, Any]) -> int:
-        """Sets fields of the shard's own rows; keys and values were checked. Returns how many."""
-        return self._buffer.rewrite(keys, **fields)
-
-    def rows_of(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the rows of items as `ReplayBuffer.rows_of` does, all keys being the shard's own."""
-        return self._buffer.rows_of(keys).numpy()
-
-    def discard(self, keys: NDArray[np.int64]) -> int:
-        """Discards items by the shard's own keys, which were checked. Returns how many."""
-        return self._buffer.discard(keys)
-
-    def discard_episode(self, key: int) -> int:
-        """Discards the episode of the shard's own row. Returns how many rows it has."""
-        return self._buffer.discard_episode(key)
-
-    def histograms(self, bins: int) -> dict[str, torch.Tensor]:
-        """Returns the buffer's own."""
-        return self._buffer.histograms(bins)
-
-    def stop(self) -> None:
-        """Stops the node's writers."""
-        self._buffer.stop()
+        `named` are its arguments by name, such as a user's fields. Keys are the shard's own, and were checked.
+        """
+        answer = getattr(self._buffer, method)(*args, **(named or {}))
+        return answer.numpy() if isinstance(answer, torch.Tensor) else answer
 
     def _has_ended(self, name: str, work: Callable[[], None]) -> bool:
         """Has work done once, by a thread of its own, beside draws, and returns whether it has been."""

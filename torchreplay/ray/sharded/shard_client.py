@@ -10,7 +10,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from torchreplay.buffer.base import MAX_BATCH
@@ -18,7 +17,7 @@ from torchreplay.errors import Stopped
 from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.coordinator_client import CoordinatorClient
-from torchreplay.ray.sharded.global_distribution import pack, unpack
+from torchreplay.ray.sharded.global_distribution import unpack
 from torchreplay.ray.sharded.local_shard import LocalAttachment, LocalShard
 from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, Rule
@@ -31,7 +30,6 @@ from torchreplay.ray.wire.connection import Carried
 from torchreplay.ray.wire.link import Way
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.limiters import Limiter, MinSize
-from torchreplay.schema.spec import Path, nest
 from torchreplay.segment.ray_node import ray_node
 from torchreplay.segment.waits import UNNAMED, Wait
 
@@ -309,51 +307,23 @@ class ShardClient:
         self.refresh()
         return answers
 
-    def keys(self, rows: bool) -> torch.Tensor:
-        """Does what `ShardedReplay.keys` does."""
+    def ask_all(self, method: str, *args: Any, **options: Any) -> list[tuple[int, Any]]:
+        """Returns the number of each shard and what its `ask` answers, in order, without lost shards."""
         entries = self.look().entries
-        told = self.calls.collect({number: entry.actor.keys.remote(rows) for number, entry in entries.items()})
-        parts = [pack(number) + keys for number, keys in sorted(told.items())]
-        return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]))
+        calls = {n: entry.actor.ask.remote(method, *args, **options) for n, entry in sorted(entries.items())}
+        return list(self.calls.collect(calls).items())
 
-    def priorities(self, keys: NDArray[np.int64]) -> torch.Tensor:
-        """Does what `ShardedReplay.priorities` does, for keys that were issued."""
-        raw = np.full(len(keys), np.nan, np.float32)
-        for mine, priorities in self._ask_of(keys, lambda actor, own, _: actor.priorities.remote(own)):
-            raw[mine] = priorities
-        return torch.from_numpy(raw)
-
-    def rewrite(self, keys: NDArray[np.int64], fields: Mapping[Path, torch.Tensor]) -> int:
-        """Does what `ShardedReplay.rewrite` does, for keys that were issued and values `[n, *shape]` that fit."""
-
-        def ask(actor: Any, own: NDArray[np.int64], mine: NDArray[np.bool_]) -> Any:
-            return actor.rewrite.remote(own, nest({path: values[mine] for path, values in fields.items()}))
-
-        return sum(changed for _, changed in self._ask_of(keys, ask))
-
-    def rows_of(self, keys: NDArray[np.int64], width: int) -> torch.Tensor:
-        """Does what `ShardedReplay.rows_of` does, for keys that were issued of items of `width` rows."""
-        rows = np.full((len(keys), width), -1, np.int64)
-        for mine, own in self._ask_of(keys, lambda actor, own, _: actor.rows_of.remote(own)):
-            rows[mine] = np.where(own < 0, own, own + (keys[mine, None] - unpack(keys[mine, None])[1]))
-        return torch.from_numpy(rows)
-
-    def discard(self, keys: NDArray[np.int64]) -> int:
-        """Does what `ShardedReplay.discard` does, for keys that were issued."""
-        return sum(n for _, n in self._ask_of(keys, lambda actor, own, _: actor.discard.remote(own)))
-
-    def discard_episode(self, keys: NDArray[np.int64]) -> int:
-        """Does what `ShardedReplay.discard_episode` does, for one key that was issued."""
-        return sum(n for _, n in self._ask_of(keys, lambda actor, own, _: actor.discard_episode.remote(int(own[0]))))
-
-    def _ask_of(
-        self, keys: NDArray[np.int64], ask: Callable[[Any, NDArray[np.int64], NDArray[np.bool_]], Any]
+    def ask_owners(
+        self, keys: NDArray[np.int64], call: Callable[[Any, NDArray[np.int64], NDArray[np.bool_]], Any]
     ) -> list[tuple[NDArray[np.bool_], Any]]:
-        """Asks the shards of `keys`, each for its own; returns which those are and the answer, without lost shards."""
+        """Asks the shards of `keys`, each for its own; returns which those are and the answer, without lost shards.
+
+        `call` gets what calls a method of a shard's buffer, the shard's own keys, and which of `keys` they are.
+        """
         numbers, own = unpack(keys)
         entries = self.look().entries
         masks = {number: numbers == number for number in np.unique(numbers).tolist() if number in entries}
-        calls = {number: ask(entries[number].actor, own[mine], mine) for number, mine in masks.items()}
+        calls = {number: call(entries[number].actor.ask.remote, own[mine], mine) for number, mine in masks.items()}
         return [(masks[number], answer) for number, answer in self.calls.collect(calls).items()]
 
     def update(self, number: int, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Any:

@@ -29,6 +29,7 @@ from torchreplay.ray.sharded.coordinator_client import (
     evenly,
     make_coordinator,
 )
+from torchreplay.ray.sharded.global_distribution import pack, unpack
 from torchreplay.ray.sharded.local_shard import ShardWriter
 from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.remote_shard import RemoteShard, RemoteShardWriter
@@ -43,7 +44,7 @@ from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert
 from torchreplay.schema.samplers import Fifo, Sampler, Schedule, ignores_td, keeps_epochs
-from torchreplay.schema.spec import Spec
+from torchreplay.schema.spec import Spec, nest
 from torchreplay.schema.views import View
 from torchreplay.segment.handle import new_nonce
 from torchreplay.segment.waits import Wait
@@ -343,13 +344,22 @@ class ShardedReplay(Replay):
         self._require_open()
         wanted, values, _ = rewriting(self._config, self._nonce, keys, fields)
         own = self._issued(wanted)
-        return self._shards.rewrite(own, values_of_rows(self._config, len(own), values))
+        checked = values_of_rows(self._config, len(own), values)
+
+        def call(ask: Any, own: NDArray[np.int64], mine: NDArray[np.bool_]) -> Any:
+            return ask("rewrite", own, named=nest({path: values[mine] for path, values in checked.items()}))
+
+        return sum(changed for _, changed in self._shards.ask_owners(own, call))
 
     def rows_of(self, batch_or_keys: ReplayBatch | Any) -> torch.Tensor:
         """Returns the keys of the rows that items consist of, as `ReplayBuffer.rows_of` does."""
         self._require_open()
         plan = self._config.view.plan(self._config.fields)
-        return self._shards.rows_of(self._issued(batch_or_keys), 1 if plan is None else plan.steps + 1)
+        keys = self._issued(batch_or_keys)
+        rows = np.full((len(keys), 1 if plan is None else plan.steps + 1), -1, np.int64)
+        for mine, own in self._shards.ask_owners(keys, lambda ask, own, _: ask("rows_of", own)):
+            rows[mine] = np.where(own < 0, own, own + (keys[mine, None] - unpack(keys[mine, None])[1]))
+        return torch.from_numpy(rows)
 
     def discard(self, batch_or_keys: ReplayBatch | Any) -> int:
         """Takes items out of all draws to come, as `ReplayBuffer.discard` does.
@@ -357,12 +367,14 @@ class ShardedReplay(Replay):
         Draws that are under way may still bring them.
         """
         self._require_open()
-        return self._shards.discard(self._issued(batch_or_keys))
+        keys = self._issued(batch_or_keys)
+        return sum(n for _, n in self._shards.ask_owners(keys, lambda ask, own, _: ask("discard", own)))
 
     def discard_episode(self, key: int) -> int:
         """Takes the items of a whole episode out of all draws to come, as `ReplayBuffer.discard_episode` does."""
         self._require_open()
-        return self._shards.discard_episode(self._issued([episode_key(self._config, key)]))
+        keys = self._issued([episode_key(self._config, key)])
+        return sum(n for _, n in self._shards.ask_owners(keys, lambda ask, own, _: ask("discard_episode", int(own[0]))))
 
     def _issued(self, batch_or_keys: ReplayBatch | Any) -> NDArray[np.int64]:
         keys = self._feedback.checked_keys(batch_or_keys)
@@ -403,7 +415,8 @@ class ShardedReplay(Replay):
         """
         self._require_open()
         self._feedback.apply_arrived()
-        return self._shards.keys(rows)
+        parts = [pack(number) + keys for number, keys in self._shards.ask_all("keys", named={"rows": rows})]
+        return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]))
 
     def priorities(self, keys: Any) -> torch.Tensor:
         """Returns the raw priorities |td| of items.
@@ -422,7 +435,10 @@ class ShardedReplay(Replay):
         wanted = self._feedback.checked_keys(keys)
         self._feedback.require_issued(wanted)
         self._feedback.flush()
-        return self._shards.priorities(wanted)
+        raw = np.full(len(wanted), np.nan, np.float32)
+        for mine, priorities in self._shards.ask_owners(wanted, lambda ask, own, _: ask("priorities", own)):
+            raw[mine] = priorities
+        return torch.from_numpy(raw)
 
     def __len__(self) -> int:
         """Returns the number of rows held by all shards."""
@@ -491,9 +507,7 @@ class ShardedReplay(Replay):
         bins = checked_int("bins", bins, 1, 1 << 20)
         self._feedback.apply_arrived()
         self._feedback.hear(0)
-        entries = self._shards.look().entries
-        calls = {number: entry.actor.histograms.remote(bins) for number, entry in entries.items()}
-        return merged_histograms(list(self._shards.calls.collect(calls).values()), bins)
+        return merged_histograms([told for _, told in self._shards.ask_all("histograms", bins)], bins)
 
     @property
     def stopped(self) -> bool:
