@@ -41,22 +41,12 @@ class RayExplorerTask(ExplorerTask):
 class ExplorerPool(PlainExplorerPool):
     """Runs a function in several processes that write to one replay buffer, or to several: by default as Ray actors.
 
-    All that `torchreplay.explorers.ExplorerPool` says holds here, too. Explorers may be on other nodes of the cluster.
+    All that `torchreplay.explorers.ExplorerPool` says holds here, too, and its arguments are the same, but for those
+    named here. Explorers may be on other nodes of the cluster.
 
     Args:
-        explore: Function of an `ExplorerContext`, defined anywhere cloudpickle reaches (without cloudpickle, and with
-            `backend="process"`: in a module). It should return soon after `ctx.stopped` turns True; `Stopped` raised
-            out of it is a good end.
-        num_explorers: How many explorers to run, also more than there are cores.
+        explore: As there; for `backend="process"` without cloudpickle it is defined in a module.
         buffer: The buffer that they write to, a `ReplayBuffer` or a `ShardedReplay`, or several by name.
-        weights: Weights for `ctx.pull_weights` and `ctx.weights`, or several by name.
-        max_restarts: Restarts of each explorer before it is dropped; -1 for no limit.
-        restart_delay: Seconds before the first restart after a failure, 0.1 at the least.
-        heartbeat_timeout: Seconds, 1 at the least, after which an explorer that hangs is killed and restarted. It hangs
-            if it has neither looked at `ctx.stopped`, recorded an episode, pulled weights nor waited for the limiter.
-            None: never.
-        max_weight_sync_delay: Rows that an explorer writes between two copies of `ctx.pull_weights`. 0: it copies
-            whenever there are newer weights.
         backend: `"ray"` for Ray actors; `"process"` for plain processes, without Ray. A script that uses plain
             processes starts them under `if __name__ == "__main__":`, as each imports its main module.
         num_cpus: CPUs that Ray reserves for each explorer. By default none: all of them run, and the kernel divides the
@@ -69,8 +59,6 @@ class ExplorerPool(PlainExplorerPool):
             strategies, such as `"SPREAD"` or that of a placement group. Or a function of the explorer's index that
             returns one of these, called before each of its runs. Explorers on other nodes than the buffer's have remote
             writers and fetch the weights: the same calls, `docs/scaling.md`.
-        seed: Seed from which every explorer's every run gets a seed of its own (numpy's
-            `SeedSequence`); None draws one, to be read from `pool.seed`.
 
     Raises:
         ValueError: `explore` is no function, a number is out of range, or plain processes are asked for what only Ray

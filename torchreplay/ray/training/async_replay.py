@@ -244,6 +244,8 @@ class AsyncReplay:
             ValueError: The Trainer has several processes, or a callback that does what this does.
             Exception: What `trainer.fit` raises.
         """
+        if not self.is_for_trainer:
+            raise TypeError(f"learn is {self.learn!r:.200}, no LightningModule: replay.run(steps) makes its steps")
         from torchreplay.ray.training.lightning_fit import fit  # which needs Lightning
 
         fit(self, trainer, ckpt_path)

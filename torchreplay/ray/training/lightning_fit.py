@@ -33,10 +33,6 @@ class Fittable(Protocol):
     dataset: ReplayDataset | MixedDataset
     meter: Throughput
 
-    @property
-    def is_for_trainer(self) -> bool:
-        """Whether the learner is a LightningModule."""
-
     def begin(self) -> None:
         """Begins to measure."""
 
@@ -53,8 +49,6 @@ class Fittable(Protocol):
 def fit(replay: Fittable, trainer: Trainer, ckpt_path: Any) -> None:
     """Does what `AsyncReplay.fit` does."""
     module: Any = replay.learn
-    if not replay.is_for_trainer:
-        raise TypeError(f"learn is {module!r:.200}, no LightningModule: replay.run(steps) makes its steps")
     if trainer.world_size > 1:
         raise ValueError(
             f"the Trainer has {trainer.world_size} processes, and each would start its own explorers: give the buffer, "

@@ -38,9 +38,7 @@ class RayBackend(Backend[ActorRun]):
         work: `(work, table)`, for the workers' processes to unpickle.
         num_workers: How many there may be at a time.
         placement: Where they run.
-        num_cpus: What Ray reserves for each worker.
-        num_gpus: The same of GPUs.
-        runtime_env: Their environment, as Ray takes it.
+        options: Of each worker's actor, as Ray takes them: `num_cpus`, `num_gpus` and `runtime_env`.
     """
 
     slow_start_hint = " (is there room for what they reserve?)"
@@ -48,20 +46,12 @@ class RayBackend(Backend[ActorRun]):
     _lost: ClassVar[list[RayBackend]] = []
     """Those whose Ray was shut down. What they refer to is kept: in the next Ray its ids are those of others."""
 
-    def __init__(
-        self,
-        work: Any,
-        num_workers: int,
-        placement: Placement,
-        num_cpus: float,
-        num_gpus: float,
-        runtime_env: dict[str, Any] | None,
-    ) -> None:
+    def __init__(self, work: Any, num_workers: int, placement: Placement, options: dict[str, Any]) -> None:
         self._runs: set[ActorRun] = set()
-        self._session = RaySession(num_workers * num_cpus, num_workers * num_gpus, here=placement is None)
+        cpus, gpus = num_workers * options["num_cpus"], num_workers * options["num_gpus"]
+        self._session = RaySession(cpus, gpus, here=placement is None)
         self._ray = self._session.ray
-        self._placement = placement
-        self._options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "runtime_env": runtime_env}
+        self._placement, self._options = placement, options
         self._kind: Any = None  # of every worker, unless a function says where each is to run
         self._server: Any = None  # of the table, for workers on other nodes
         try:
@@ -70,21 +60,20 @@ class RayBackend(Backend[ActorRun]):
             advice = ", and see ray.util.inspect_serializability for what it refers to"
             self._payload: SharedPayload | None = SharedPayload(pickled(work, self._ray.cloudpickle.dumps, advice))
             if placement is not None:
-                self._server = self._payload.server = self._serve(work, runtime_env)
+                self._server = self._payload.server = self._serve(*work)
         except BaseException:
             self._session.close()
             raise
 
-    def _serve(self, work: Any, runtime_env: Any) -> Any:
-        what, table = work
+    def _serve(self, work: Any, table: Any) -> Any:
         kind = self._ray.remote(TableServer).options(
             num_cpus=0,
-            runtime_env=runtime_env,
+            runtime_env=self._options["runtime_env"],
             max_restarts=-1,
             max_task_retries=-1,  # workers' questions and reports may be repeated
             scheduling_strategy=strategy_of(None, 0),
         )
-        return kind.remote(what.helper, table, self._payload)
+        return kind.remote(work.helper, table, self._payload)
 
     def _kind_for(self, index: int) -> Any:
         return self._ray.remote(WorkerProcess).options(

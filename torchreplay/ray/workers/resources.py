@@ -54,11 +54,7 @@ class WorkerResources:
             )
 
     def open(self, work: Any, num_workers: int) -> Backend[Any]:
-        """Makes ready to run workers.
-
-        Args:
-            work: `(work, table)`, for the workers' processes to unpickle.
-            num_workers: How many there may be at a time.
+        """Makes ready to run so many workers at a time; `work` is `(work, table)`, for their processes to unpickle.
 
         Raises:
             ImportError: Ray is asked for and not installed.
@@ -68,4 +64,5 @@ class WorkerResources:
         if self.backend == "process":
             return ProcessBackend(work)
         runtime_env = None if self.runtime_env is None else dict(self.runtime_env)
-        return RayBackend(work, num_workers, self.placement, self.num_cpus, self.num_gpus, runtime_env)
+        options = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, "runtime_env": runtime_env}
+        return RayBackend(work, num_workers, self.placement, options)
