@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from socket import TCP_KEEPCNT, TCP_KEEPIDLE, TCP_KEEPINTVL, TCP_NODELAY
 from typing import Any, Final, NamedTuple
 
 HELLO: Final = b"tr-wire/2\n"
@@ -46,13 +47,8 @@ class Carried:
 def set_up(connection: socket.socket) -> None:
     """Has small messages leave at once, and a connection end half a minute after the way to the other side is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        (socket.TCP_NODELAY, 1),
-        (socket.TCP_KEEPIDLE, 10),
-        (socket.TCP_KEEPINTVL, 5),
-        (socket.TCP_KEEPCNT, 4),
-    ):
-        connection.setsockopt(socket.IPPROTO_TCP, name, value)
+    for option, value in ((TCP_NODELAY, 1), (TCP_KEEPIDLE, 10), (TCP_KEEPINTVL, 5), (TCP_KEEPCNT, 4)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def receive(connection: socket.socket, room: Any) -> Any:

@@ -45,6 +45,9 @@ class Link:
         address: Of the server.
         carried: Counts the bytes of requests and of answers. None: nobody asks.
 
+    Attributes:
+        broken: Why nothing comes through any more; None while it does.
+
     Raises:
         OSError: It cannot be reached.
     """
@@ -67,14 +70,9 @@ class Link:
             raise
         self._waiting: deque[tuple[Future[Any], Callable[[list[Any], Receive], Any]]] = deque()
         self._lock = threading.RLock()
-        self._broken: Exception | None = None
+        self.broken: Exception | None = None
         self._sender = 0  # the thread that sends a request now
         threading.Thread(target=self._listen, name="torchreplay-link", daemon=True).start()
-
-    @property
-    def broken(self) -> bool:
-        """Whether nothing comes through any more."""
-        return self._broken is not None
 
     @property
     def halfway(self) -> bool:
@@ -89,8 +87,8 @@ class Link:
         """
         answer = Future[Any]()
         with self._lock:
-            if self._broken is not None:
-                answer.set_exception(self._broken)
+            if self.broken is not None:
+                answer.set_exception(self.broken)
                 return answer
             try:
                 self._sender = threading.get_ident()
@@ -134,7 +132,7 @@ class Link:
 
     def _fail(self, error: Exception) -> None:
         with self._lock:
-            self._broken = error
+            self.broken = error
             waiting, self._waiting = self._waiting, deque()
         while waiting:  # the thread that listens may take one out
             waiting.popleft()[0].set_exception(error)
@@ -147,19 +145,13 @@ class Way(Generic[L]):
     """The way to one server: a connection, made when it is needed, and anew when it broke.
 
     Args:
-        kind: Makes one, as `Link` is made.
+        kind: Of the connection.
         called: What the warning calls the server that says that none can be made.
         locate: Calls its actor through Ray for its address.
         carried: See `Link`.
     """
 
-    def __init__(
-        self,
-        kind: Callable[[Address, Carried], L],
-        called: str,
-        locate: Callable[[], Any],
-        carried: Carried | None = None,
-    ) -> None:
+    def __init__(self, kind: type[L], called: str, locate: Callable[[], Any], carried: Carried | None = None) -> None:
         self._ray, self._kind, self._called, self._locate = import_ray(), kind, called, locate
         self._carried = carried or Carried()
         self._link: L | None = None
@@ -173,7 +165,7 @@ class Way(Generic[L]):
         """Returns the connection; None: call the actor through Ray."""
         with self._lock:
             link = self._link
-            if link is not None and not link.broken:
+            if link is not None and link.broken is None:
                 return None if link.halfway else link
             if link is not None:  # whether the server is gone a call through Ray finds out first
                 self.close()
@@ -190,22 +182,16 @@ class Way(Generic[L]):
                 self._end = end = weakref.finalize(self, link.close)
                 end.atexit, self._reached = False, True
                 return link
-            except self._ray.exceptions.RayTaskError as error:
-                self._refused(error.cause)
+            except (self._ray.exceptions.RayTaskError, OSError) as error:  # one that never could be is not tried again
+                self._not_before = time.monotonic() + AGAIN_SECONDS if self._reached else math.inf
+                if not self._reached:
+                    text = "%s is called through Ray, which is slower: no connection can be made to it (%s)"
+                    logger.warning(text, self._called, str(getattr(error, "cause", error)))
             except self._ray.exceptions.RayError:  # whether it is gone, or is started again, the next call finds out
                 self._not_before = time.monotonic() + BROKEN_SECONDS
-            except OSError as error:
-                self._refused(error)
             return None
 
     def close(self) -> None:
         """Ends the connection."""
         self._end()
         self._link = None
-
-    def _refused(self, why: object) -> None:
-        """Says that the server cannot be reached; one that never could is not tried again."""
-        self._not_before = time.monotonic() + AGAIN_SECONDS if self._reached else math.inf
-        if not self._reached:
-            text = "%s is called through Ray, which is slower: no connection can be made to it (%s)"
-            logger.warning(text, self._called, str(why))
