@@ -119,20 +119,13 @@ def checked_capacity(capacity: Any, nodes: int) -> int:
     return checked_int("capacity", capacity, nodes, MAX_CAPACITY * nodes)
 
 
-def evenly(capacity: int, nodes: int) -> list[int]:
-    """Returns `capacity` rows divided among nodes."""
-    whole, rest = divmod(capacity, nodes)
-    return [whole + (place < rest) for place in range(nodes)]
-
-
 def make_coordinator(
     nonce: int, config: Config, capacities: list[int], nodes: list[str], anywhere: bool, seed: int
 ) -> Any:
     """Makes the shards, and returns the actor that they end with; arguments as of `Coordinator`.
 
     Raises:
-        MemoryError: A node has too little memory left for its shard.
-        RuntimeError: A shard, or this actor, cannot be made: its node is gone, or it died.
+        MemoryError, RuntimeError: As `Coordinator.open` does, or this actor cannot be made.
     """
     ray = import_ray()
     here = ray.get_runtime_context().get_node_id()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -152,14 +152,6 @@ class LocalShard:
         """Returns when all that was fed back is applied, also behind batches that are drawn ahead."""
         with suppress(RuntimeError):  # closed by another thread
             self._segment.settle(NEVER)
-
-    def limits(self, budget: Mapping[str, int]) -> Into:
-        """Returns a budget that was checked, as what a batch is drawn into."""
-        return local_sampler(self.buffer).limits(budget)
-
-    def prefetcher(self, batch_size: int) -> _C.Prefetcher:
-        """Returns a native thread that draws batches ahead."""
-        return _C.Prefetcher(self._segment, batch_size)
 
     def report(self) -> ShardReport | None:
         """Returns what it has to say of itself; None once its process is gone, or this one has let go of it."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -34,22 +34,12 @@ SHARD_NAME = 56
 """Characters of the union's name in that of a shard, which has its number behind them."""
 
 
-@dataclass(frozen=True, slots=True)
-class InsertCap:
-    """A shard's own limiter: the union's learners say how many items come in, and the shard's draws change nothing.
+DRAWS_PER_ITEM: Final = float(1 << 40)
+LOWEST_BALANCE: Final = -1e300
+"""A shard's own limiter: the union's learners say how many items come in, and the shard's draws change nothing.
 
-    The native core has one kind of limiter, which keeps `inserted * ratio - sampled` within two bounds. At a ratio
-    beyond all draws of a shard the upper bound is a number of items. A lower bound that no balance reaches lets draws
-    go on.
-    """
-
-    items: int  # that may come in from now on, counted as the core counts those that are there
-    draws_per_item: ClassVar[float] = float(1 << 40)
-    lowest_balance: ClassVar[float] = -1e300
-
-    def native(self) -> tuple[int, float, float, float, float]:
-        """Returns what the native core takes."""
-        return 1, self.draws_per_item, self.lowest_balance, self.items * self.draws_per_item, 0.0
+The native core has one kind of limiter, which keeps `inserted * ratio - sampled` within two bounds. At a ratio beyond
+all draws of a shard the upper bound is a number of items. A lower bound that no balance reaches lets draws go on."""
 
 
 class Shard:
@@ -115,8 +105,7 @@ class Shard:
     def draw(self, candidates: int, largest: float) -> Answer:
         """Draws so many candidates, stratified and with replacement; none, if only the figures are wanted.
 
-        `largest` is the largest raw priority that the learner knows of, in any shard. Returns the figures, and a block
-        of as many items as they say; None if there are none.
+        `largest` is the largest raw priority that the learner knows of, in any shard.
         """
         with self._turn:
             self._candidates.raise_largest(largest)
@@ -125,17 +114,13 @@ class Shard:
             return self._candidates.draw(candidates, self._layout)  # the object store has its own copy of the block
 
     def gather(self, keys: NDArray[np.int64]) -> Answer:
-        """Finds items by the shard's own keys `[n]`.
-
-        Returns the figures, and a block of as many items as they say; None if there are none.
-        """
+        """Finds items by the shard's own keys `[n]`, as `ShardSampler.gather` does."""
         return self._candidates.gather(keys, self._layout)
 
     def save(self, directory: str) -> bool:
-        """Saves the buffer while others go on writing and drawing: begins with the first call for a new directory.
+        """Saves the buffer while others go on writing and drawing; returns whether that has ended.
 
-        Returns:
-            Whether it has ended.
+        It begins with the first call for a new directory.
 
         Raises:
             OSError: The disk is full, or this node does not see the directory.
@@ -143,10 +128,9 @@ class Shard:
         return self._has_ended(directory, lambda: self._save(Path(directory)))
 
     def restore(self, number: int, directories: Sequence[str]) -> bool:
-        """Takes another number, and the rows of checkpoints, whose first keeps its keys: begins with the first call.
+        """Takes another number, and the rows of checkpoints, whose first keeps its keys.
 
-        Returns:
-            Whether it has ended.
+        It begins with the first call; returns whether it has ended.
 
         Raises:
             CheckpointError: It is damaged, or this node does not see it.
@@ -220,5 +204,6 @@ class Shard:
             return
         inserted = self._buffer.stats().inserted
         # A new limiter counts as if its min_size, 1, had just come, where there is one: from there on.
-        cap = InsertCap(max(0, limit - inserted) + min(inserted - self._cleared, 1))
-        local_sampler(self._buffer).segment.set_limiter(cap.native())
+        items = max(0, limit - inserted) + min(inserted - self._cleared, 1)
+        cap = 1, DRAWS_PER_ITEM, LOWEST_BALANCE, items * DRAWS_PER_ITEM, 0.0
+        local_sampler(self._buffer).segment.set_limiter(cap)

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,23 +18,23 @@ from numpy.typing import NDArray
 from torchreplay.buffer.base import Replay
 from torchreplay.buffer.local_sampler import MISSING, Missing, require_all
 from torchreplay.buffer.notices import warn_of_ignored
-from torchreplay.buffer.rewriting import episode_key, rewriting
+from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.buffer.rewriting import episode_key, names_field, rewriting
 from torchreplay.buffer.writer import Autoreset
 from torchreplay.checkpoint.directory import with_description
+from torchreplay.checkpoint.joined_rows import divided
 from torchreplay.errors import CheckpointError, Stopped
 from torchreplay.ray.sharded.coordinator_client import (
     checked_capacity,
     checked_nodes,
     coordinator_name,
     end,
-    evenly,
     make_coordinator,
 )
 from torchreplay.ray.sharded.global_distribution import pack, unpack
 from torchreplay.ray.sharded.local_shard import ShardWriter
 from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.remote_shard import RemoteShard, RemoteShardWriter
-from torchreplay.ray.sharded.row_values import values_of_rows
 from torchreplay.ray.sharded.save_restore import capacities_for, restore_shards, save_shards
 from torchreplay.ray.sharded.shard_client import ShardClient
 from torchreplay.ray.sharded.shard_feedback import ShardFeedback
@@ -44,7 +45,7 @@ from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert
 from torchreplay.schema.samplers import Fifo, Sampler, Schedule, ignores_td, keeps_epochs
-from torchreplay.schema.spec import Spec, nest
+from torchreplay.schema.spec import Field, Spec, nest
 from torchreplay.schema.views import View
 from torchreplay.segment.handle import new_nonce
 from torchreplay.segment.waits import Wait
@@ -107,7 +108,7 @@ class ShardedReplay(Replay):
         ragged_bytes: int | None = None,
     ) -> None:
         chosen = checked_nodes(nodes)
-        capacities = evenly(checked_capacity(capacity, len(chosen)), len(chosen))
+        capacities = divided(checked_capacity(capacity, len(chosen)), [1] * len(chosen))
         if ragged_bytes is not None:
             ragged_bytes = checked_int("ragged_bytes", ragged_bytes, 1) // len(chosen)
         config = Config.of(spec, capacities[-1], sampler, view, limiter, name, ragged_bytes)
@@ -116,20 +117,15 @@ class ShardedReplay(Replay):
 
     def _found(self, config: Config, capacities: list[int], nodes: list[str], anywhere: bool, seed: int) -> None:
         nonce = new_nonce()
+        given, instead = f"sampler is {config.sampler}", "expected Uniform() or Prioritized(), or one ReplayBuffer"
         if keeps_epochs(config.sampler):
-            raise ValueError(
-                f"sampler is {config.sampler}: each shard would keep epochs of its own; expected Uniform() or "
-                f"Prioritized(), or one ReplayBuffer"
-            )
+            raise ValueError(f"{given}: each shard would keep epochs of its own; {instead}")
         if isinstance(config.sampler, Fifo):
-            raise ValueError(
-                f"sampler is {config.sampler}: each shard would be a queue of its own, in its own order; expected "
-                f"Uniform() or Prioritized(), or one ReplayBuffer"
-            )
+            raise ValueError(f"{given}: each shard would be a queue of its own, in its own order; {instead}")
         if config.sampler.max_draws is not None:
             raise ValueError(
-                f"sampler is {config.sampler}: each shard would count the draws of its own items, and wait for them; "
-                f"leave max_draws out, or use one ReplayBuffer"
+                f"{given}: each shard would count the draws of its own items, and wait for them; leave max_draws out, "
+                f"or use one ReplayBuffer"
             )
         if config.has_versions:
             raise ValueError(
@@ -343,13 +339,13 @@ class ShardedReplay(Replay):
         """
         self._require_open()
         wanted, values, _ = rewriting(self._config, self._nonce, keys, fields)
-        own = self._issued(wanted)
-        checked = values_of_rows(self._config, len(own), values)
+        issued = self._issued(wanted)
+        checked = _values_of_rows(self._config, len(issued), values)
 
         def call(ask: Any, own: NDArray[np.int64], mine: NDArray[np.bool_]) -> Any:
             return ask("rewrite", own, named=nest({path: values[mine] for path, values in checked.items()}))
 
-        return sum(changed for _, changed in self._shards.ask_owners(own, call))
+        return sum(changed for _, changed in self._shards.ask_owners(issued, call))
 
     def rows_of(self, batch_or_keys: ReplayBatch | Any) -> torch.Tensor:
         """Returns the keys of the rows that items consist of, as `ReplayBuffer.rows_of` does."""
@@ -661,6 +657,19 @@ class ShardedReplay(Replay):
             owned, self._owned = self._owned, None
             if owned is not None and connected:
                 end(owned)
+
+
+def _values_of_rows(config: Config, n: int, fields: dict[str, Any]) -> dict[tuple[str, ...], torch.Tensor]:
+    """Returns values for some fields of `n` rows, `[n, *shape]` by path, in the dtypes of the fields, once they fit."""
+    fixed = {path: field for path, field in config.fields.items() if isinstance(field, Field)}
+    chosen = {path: field for path, field in fixed.items() if names_field(fields, path)}
+    # A buffer refuses what its rows cannot hold, and says why.
+    with ReplayBuffer(nest(chosen or fixed), max(1, n)) as rows:
+        count = len(rows.extend(**fields))
+        if count != n:
+            raise ValueError(f"got {count} values, expected one for each of the {n} keys; nothing was changed")
+        held: Any = rows.storage
+        return {path: reduce(lambda value, name: value[name], path, held)[:n].clone() for path in chosen}
 
 
 def attached_shards(nonce: int, *args: Any) -> ShardedReplay:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from torchreplay import _C
 from torchreplay.buffer.base import MAX_BATCH, BatchSource, Pin, StreamSpec
+from torchreplay.buffer.replay_buffer import local_sampler
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.cuda.copies import DeviceCopies
 from torchreplay.cuda.staging import Staging
@@ -58,7 +59,7 @@ class ShardedSampler(BatchSource):
         # Nothing is called under it. So a signal handler, or the collection of a stream, in the same thread comes
         # before or after.
         self._lock = threading.RLock()
-        self._made_before = 0  # by whom this one goes on from
+        self.made_here = 0  # batches drawn by this object; `made` counts those by whom it goes on from, too
         self._made = self._next = self._under_way = 0  # batches, the next round's number, and rounds that are neither
         self._slack = 1.0
         self._stream: int | None = None
@@ -79,13 +80,7 @@ class ShardedSampler(BatchSource):
 
     @made.setter
     def made(self, step: int) -> None:
-        self._made_before += step - self._made
         self._made, self._next = step, step + self._under_way
-
-    @property
-    def made_here(self) -> int:
-        """Batches drawn by this object."""
-        return self._made - self._made_before
 
     def resume(self, seed: int, stream: int, step: int) -> None:
         """Goes on in another process's stream of random numbers."""
@@ -157,6 +152,7 @@ class ShardedSampler(BatchSource):
     def count(self, batch: ReplayBatch) -> None:
         """Counts a batch of the only shard as drawn, and signs it."""
         with self._lock:
+            self.made_here += 1
             self._made += 1
             self._next += 1
         if self.shards.limiter.count_batch(batch["key"].shape[0]):  # there may be no next one for long
@@ -215,7 +211,7 @@ class ShardedSampler(BatchSource):
         `place` is the batch, whose tensors are overwritten; None: it is made.
         """
         here = self.shards.local.try_attach(wait)
-        limiter, ahead = self.shards.limiter, Round(n, self._end)
+        limiter, ahead = self.shards.limiter, Round(n, self.end)
         try:
             with self._lock:
                 ahead.step, self._next = self._next, self._next + 1
@@ -227,7 +223,7 @@ class ShardedSampler(BatchSource):
             )
             return SampleRequest(self.shards, self._layout, ahead, chance, self._slack, here, place)
         except BaseException:
-            self._end(ahead)
+            self.end(ahead)
             raise
 
     def take(
@@ -250,7 +246,7 @@ class ShardedSampler(BatchSource):
                 self.shards.limiter.shorten(ordered.round, batch.batch_size)
         finally:
             ordered.round.drawn = batch is not None
-            self._end(ordered.round)
+            self.end(ordered.round)
         self._slack = min(1.0, self._slack * 4) if ordered.asked_again else max(LEAST_SLACK, self._slack * 0.75)
         if batch is None:
             return None
@@ -263,18 +259,15 @@ class ShardedSampler(BatchSource):
             self._finish(batch)
         return batch
 
-    def forget(self, ordered: SampleRequest) -> None:
-        """Gives up a round that was ordered: it has not been drawn."""
-        self._end(ordered.round)
-
-    def _end(self, ahead: Round) -> None:
-        """Counts a round that is no longer under way. Idempotent."""
+    def end(self, ahead: Round) -> None:
+        """Counts a round that is no longer under way, drawn or given up. Idempotent."""
         self.shards.limiter.end(ahead)
         with self._lock:
             if ahead.step < 0:
                 return
             self._under_way -= 1
             if ahead.drawn:
+                self.made_here += 1
                 self._made += 1
             elif ahead.step == self._next - 1:  # another one's would be used twice
                 self._next = ahead.step
@@ -387,7 +380,7 @@ class SampleRequestStream:
         """Forgets the rounds under way."""
         self._leave()
         while self._ahead:
-            self._sampler.forget(self._ahead.pop())
+            self._sampler.end(self._ahead.pop().round)
 
     def _leave(self) -> None:
         """Draws ahead from the only shard no more; batches that were drawn have not been."""
@@ -408,7 +401,7 @@ class SampleRequestStream:
                 return None
             batch, told = drawn
         else:
-            self._here = self._here or (here, here.prefetcher(self._batch_size))
+            self._here = self._here or (here, _C.Prefetcher(local_sampler(here.buffer).segment, self._batch_size))
             ahead = self._here[1]
             while self._ordered < self._most:
                 ahead.order(self._sampler.exponent(None, self._ordered), self._place(here))
@@ -428,7 +421,8 @@ class SampleRequestStream:
         return self._sampler.finished(batch, self._finishes)
 
     def _place(self, here: LocalShard) -> Into:
-        return here.limits(self._spec.budget) if self._spec.budget else self._spec.place()
+        budget = self._spec.budget
+        return local_sampler(here.buffer).limits(budget) if budget else self._spec.place()
 
     @property
     def _most(self) -> int:
