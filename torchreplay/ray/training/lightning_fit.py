@@ -6,10 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torchreplay.distributed.explorers import Explorers
 from torchreplay.errors import ReplayTimeout, WouldBlockForever
 from torchreplay.explorers import ExplorerPool
-from torchreplay.lightning.compat import LightningDataModule
 from torchreplay.lightning.datamodule import ReplayDataModule
 from torchreplay.lightning.evaluation import EvaluationMonitor
 from torchreplay.lightning.feedback import PriorityFeedback
@@ -60,15 +58,19 @@ def fit(replay: Fittable, trainer: Trainer, ckpt_path: Any) -> None:
             raise ValueError(f"AsyncReplay does what {type(callback).__name__} does: leave it out of the callbacks")
     ours = [_Learner(replay)] if replay.evaluator is None else [_Learner(replay), EvaluationMonitor(replay.evaluator)]
     trainer.callbacks = [*ours, *given]  # type: ignore[attr-defined]
-    data: Any = _data_of(replay)
-    data.val_dataloader = module.val_dataloader  # a Trainer with a data module asks no other for it
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+        if isinstance(replay.dataset, MixedDataset):
+            trainer.fit(module, replay.dataset, ckpt_path=ckpt_path)
+        else:
+            data: Any = _data_of(replay.dataset, replay.pool)
+            data.val_dataloader = module.val_dataloader  # a Trainer with a data module asks no other for it
+            trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     except (WouldBlockForever, ReplayTimeout) as error:
         replay.pool.explain(error)
         raise
     finally:
         trainer.callbacks = given  # type: ignore[attr-defined]
+        replay.pool.stop()
 
 
 def _configured(module: Any) -> list[Any]:
@@ -77,40 +79,16 @@ def _configured(module: Any) -> list[Any]:
     return list(brought) if isinstance(brought, Sequence) else [brought]
 
 
-def _data_of(replay: Fittable) -> ReplayDataModule | _MixedData:
-    batches = replay.dataset
-    if isinstance(batches, MixedDataset):
-        return _MixedData(batches, replay.pool)
+def _data_of(batches: ReplayDataset, pool: ExplorerPool) -> ReplayDataModule:
     return ReplayDataModule(
         batches.buffer,
         batches.batch_size,
         prefetch=batches.prefetch,
-        explorers=replay.pool,
+        explorers=pool,
         timeout=batches.timeout,
         device=batches.device,
         pin=batches.pin,
     )
-
-
-class _MixedData(LightningDataModule):
-    """Feeds a Trainer from several buffers. Explorers begin when every `ReplayCheckpoint` has restored its own."""
-
-    def __init__(self, dataset: MixedDataset, explorers: Explorers) -> None:
-        super().__init__()
-        self._dataset, self._explorers = dataset, explorers
-
-    def train_dataloader(self) -> MixedDataset:
-        """Starts the explorers; returns the stream of batches."""
-        self._explorers.start()
-        return self._dataset
-
-    def teardown(self, stage: str) -> None:
-        """Stops the explorers."""
-        self._explorers.stop()
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Stops the explorers."""
-        self._explorers.stop()
 
 
 class _Learner(PriorityFeedback):
@@ -126,7 +104,12 @@ class _Learner(PriorityFeedback):
         self._published_at = 0  # in the Trainer's own steps
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Publishes the weights of a checkpoint that the run resumes from, and begins to measure."""
+        """Publishes the weights of a checkpoint that the run resumes from, and begins to measure.
+
+        Of several buffers every `ReplayCheckpoint` has restored its own by now, and their explorers begin.
+        """
+        if isinstance(self._replay.dataset, MixedDataset):
+            self._replay.pool.start()
         if trainer.global_step > 0:
             self._replay.publish()
         self._published_at = trainer.global_step
