@@ -165,31 +165,21 @@ class LocalShard:
         return self._answered(lambda: (self._candidates.look(), None))
 
     def draw(self, candidates: int, largest: float, layout: Layout, room: ReplayBatch | None) -> Future[Answer]:
-        """Draws candidates, into the first rows of `room` where it is given; then the answer has no block.
-
-        Arguments as in `Shard.draw`.
-        """
-        return self._answered(lambda: self._draw(candidates, largest, layout, room))
+        """Draws candidates as `Shard.draw` does, into the first rows of `room` where it is given."""
+        out = None if room is None else _first(room, candidates)
+        return self._answered(lambda: self._candidates.draw(candidates, largest, layout, out))
 
     def gather(self, keys: NDArray[np.int64], layout: Layout) -> Future[Answer]:
         """Finds items under keys of this shard's own, into a block."""
         return self._answered(lambda: self._candidates.gather(keys, layout))
 
-    def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Future[int]:
-        """Feeds back TD errors for keys of this shard's own; both were checked. The answer is how many."""
-        return self._answered(lambda: self._update(keys, td))
+    def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Future[bool]:
+        """Feeds back TD errors for keys of this shard's own; both were checked."""
+        return self._answered(lambda: self._segment.update(keys, td))
 
     def close(self) -> None:
         """Detaches from the shard. Writers that are held keep the memory."""
         self.buffer.close()
-
-    def _draw(self, candidates: int, largest: float, layout: Layout, room: ReplayBatch | None) -> Answer:
-        self._candidates.raise_largest(largest)
-        return self._candidates.draw(candidates, layout, None if room is None else _first(room, candidates))
-
-    def _update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> int:
-        self._segment.update(keys, td)
-        return len(keys)
 
     def _answered(self, work: Callable[[], T]) -> Future[T]:
         answer = Future[T]()

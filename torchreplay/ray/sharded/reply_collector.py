@@ -86,12 +86,9 @@ class ReplyCollector:
         errors = self._ray.exceptions
         try:
             answer = call.result() if isinstance(call, Future) else self._ray.get(call)
-        except LinkBroken as error:  # the next call shows whether the shard is there
-            logger.warning("an answer from %s was lost with its connection: %s", self._name(number), error)
-            return None
         except CancelledError:  # this process has let go of the shard, which others still use
             return None
-        except errors.ObjectLostError as error:  # the next call shows whether the shard is there
+        except (LinkBroken, errors.ObjectLostError) as error:  # the next call shows whether the shard is there
             logger.warning("an answer from %s was lost on its way: %s", self._name(number), _first_line(error))
             return None
         except errors.ActorUnavailableError as error:  # a broken connection, or a process that is stopped

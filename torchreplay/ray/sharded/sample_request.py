@@ -66,10 +66,7 @@ class SampleRequest:
     ) -> ReplayBatch | None:
         """Returns the batch, or the part of it within a budget; None if no shard has an item that can be drawn.
 
-        Raises:
-            ReplayTimeout: A shard does not answer in time.
-            RuntimeError: A shard can never draw.
-            Stopped: The buffer was stopped.
+        Raises as `ShardClient.hear` does.
         """
         answers = self._complete(self._shards.hear(self.calls, wait), wait)
         self.calls = {}

@@ -103,15 +103,9 @@ class Shard:
         return self._server.address
 
     def draw(self, candidates: int, largest: float) -> Answer:
-        """Draws so many candidates, stratified and with replacement; none, if only the figures are wanted.
-
-        `largest` is the largest raw priority that the learner knows of, in any shard.
-        """
-        with self._turn:
-            self._candidates.raise_largest(largest)
-            if not candidates:
-                return self._candidates.look(), None
-            return self._candidates.draw(candidates, self._layout)  # the object store has its own copy of the block
+        """Draws so many candidates, as `ShardSampler.draw` does."""
+        with self._turn:  # the object store has its own copy of the block
+            return self._candidates.draw(candidates, largest, self._layout)
 
     def gather(self, keys: NDArray[np.int64]) -> Answer:
         """Finds items by the shard's own keys `[n]`, as `ShardSampler.gather` does."""

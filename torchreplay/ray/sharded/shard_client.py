@@ -329,7 +329,7 @@ class ShardClient:
     def update(self, number: int, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Any:
         """Has TD errors `[n]` applied by a shard to its own keys `[n]`, after the draws that it was asked for.
 
-        Returns what the answer, how many, will be got by; None if there is no such shard any more.
+        Returns what the answer will be got by; None if there is no such shard any more.
         """
         self.coordinator.require_own_process()
         with self._lock:

@@ -54,18 +54,19 @@ class ShardSampler:
         self._prioritized = isinstance(buffer.sampler, Prioritized)
         self._largest = 0.0
 
-    def raise_largest(self, priority: float) -> None:
-        """New rows without a priority count as at least this from now on: it was seen in another shard."""
-        if self._prioritized and priority > self._largest:
-            self._segment.raise_largest(priority)
-            self._largest = priority
-
-    def draw(self, n: int, layout: Layout, out: ReplayBatch | None = None) -> Answer:
+    def draw(self, n: int, largest: float, layout: Layout, out: ReplayBatch | None = None) -> Answer:
         """Draws `n` items, stratified and with replacement, and says what the tree was at just that draw.
 
         They go into `out`, where it is given, or into a block that is used again. The keys are the union's; weights
-        mean nothing yet. The figures' `candidates` are `n`, or 0 when nothing could be drawn.
+        mean nothing yet. The figures' `candidates` are `n`, or 0 when nothing could be drawn. With `n` 0 only the
+        figures are wanted. `largest` is the largest raw priority that was seen in any shard: new rows without one count
+        as at least that from now on.
         """
+        if self._prioritized and largest > self._largest:
+            self._segment.raise_largest(largest)
+            self._largest = largest
+        if not n:
+            return self.look(), None
         block = None
         if out is None and not layout.is_ragged:
             block = layout.new_block(n)

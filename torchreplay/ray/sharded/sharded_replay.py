@@ -625,7 +625,8 @@ class ShardedReplay(Replay):
 
     def _restore(self, manifest: Manifest, root: Path) -> None:
         restore_shards(self._shards, self._config, manifest, root)
-        self._sampler.resume(manifest.seed, manifest.stream, manifest.step)
+        sampler = self._sampler  # which goes on in the saving process's stream of random numbers
+        sampler.seed, sampler.stream, sampler.made = manifest.seed, manifest.stream, manifest.step
 
     # Life cycle
 

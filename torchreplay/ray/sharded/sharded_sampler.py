@@ -82,10 +82,6 @@ class ShardedSampler(BatchSource):
     def made(self, step: int) -> None:
         self._made, self._next = step, step + self._under_way
 
-    def resume(self, seed: int, stream: int, step: int) -> None:
-        """Goes on in another process's stream of random numbers."""
-        self.seed, self.stream, self.made = seed, stream, step
-
     def unissued(self, keys: NDArray[np.int64]) -> int | None:
         """Returns the index of the first of `keys` that names no row that any shard has or had."""
         self.shards.require_open()

@@ -28,12 +28,7 @@ def buffer_to_write_to(shards: ShardClient) -> ShardBuffer | RemoteShard:
     """Returns the buffer of the shard on this node, or of another node's where this one has none.
 
     It waits for a shard that is being made anew. A process that writes to another node's shard keeps to that one for as
-    long as it is there.
-
-    Raises:
-        AttachError: It cannot be attached.
-        RuntimeError: No node that is alive has a shard, or the one of this node is not made anew for a minute.
-        Stopped: The buffer was stopped.
+    long as it is there. Raises as `ShardedReplay.writer` does, and AttachError where it cannot be attached.
     """
     local, remote = shards.local.shard, shards.remote.shard
     if local is not None and local.alive:
