@@ -47,9 +47,3 @@ class ShardTable:
         """Returns the same without a shard that is gone."""
         entries = {number: entry for number, entry in self.entries.items() if number != lost.number}
         return replace(self, entries=entries, lost=(*self.lost, lost))
-
-    @property
-    def starting(self) -> tuple[str, ...]:
-        """Nodes that have no shard yet, and are to get one."""
-        there = {entry.node for entry in self.entries.values()}
-        return tuple(node for node in self.nodes if node not in there)

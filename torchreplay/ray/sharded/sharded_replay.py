@@ -260,16 +260,13 @@ class ShardedReplay(Replay):
         return batch if device is None else batch.to(device)
 
     def gather(self, keys: Any, missing: Missing = "drop") -> ReplayBatch:
-        """Returns the items anchored at given rows of any shards.
+        """Returns the items anchored at given rows of any shards, as `ReplayBuffer.gather` does.
 
-        It counts as no draw: the limiter and the streams of draws do not notice. Under `Hindsight` items come as they
-        were lived: nothing is relabelled. TD errors that this process has fed back before are known to it.
+        TD errors that this process has fed back before are known to it.
 
         Args:
             keys: int64 `[n]`, or a batch of this buffer, whose `key` is taken.
-            missing: What becomes of items that cannot be drawn, because their rows were overwritten, lost with their
-                shard, or are not complete. `"drop"`: they are left out, and the batch is smaller. `"raise"`: there is
-                no batch.
+            missing: As there. Items that are lost with their shard are missing, too.
 
         Returns:
             A batch of the m <= n items there are, in the order of `keys`; `key` says which. `weight` (with the
@@ -277,8 +274,7 @@ class ShardedReplay(Replay):
             it is just after its items were found.
 
         Raises:
-            ValueError: The keys are not int64 `[n]`, the batch is of another buffer, or `missing` is neither.
-            MissingItems: There are such items, and `missing` is `"raise"`: how many, and the first one's key.
+            ValueError, MissingItems: As there.
             Stopped: The process that made the buffer is gone.
         """
         checked_choice("missing", missing, MISSING)
@@ -292,15 +288,13 @@ class ShardedReplay(Replay):
         return batch
 
     def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
-        """Feeds TD errors back to exactly the items they were computed from, each to its own shard.
+        """Feeds TD errors back to exactly the items they were computed from, as `ReplayBuffer.update_priorities` does.
 
-        It returns when the TD errors are on their way; draws that this process asks for later know them. Those of rows
-        overwritten since, or lost with their shard, are dropped and counted (`stats().stale_updates`,
-        `lost_updates`). Of equal keys the last one wins.
-
-        Those on a CUDA device are not waited for. They are copied beside the learner's work, as they are at this point
-        of its stream. They are sent once they have come, in the order given, when this process next calls the buffer or
-        asks for a batch; `flush` waits for them.
+        Each goes to its own shard. It returns when the TD errors are on their way; draws that this process asks for
+        later know them. Those of rows overwritten since, or lost with their shard, are dropped and counted
+        (`stats().stale_updates`, `lost_updates`). Of equal keys the last one wins. Those on a CUDA device are not
+        waited for, as there. They are sent once they have come, in the order given, when this process next calls the
+        buffer or asks for a batch; `flush` waits for them.
 
         Args:
             batch_or_keys: A batch of this buffer, or int64 keys `[n]`.
@@ -308,9 +302,7 @@ class ShardedReplay(Replay):
                 their values are read, and their absolute values taken.
 
         Raises:
-            ValueError: A shape does not fit, an error is NaN or infinite, a key was never issued, or the batch is of
-                another buffer; nothing is applied. NaN or infinite errors from a CUDA device are raised by the next
-                call, or by `flush`, which say which update it was.
+            ValueError: As there; nothing is applied.
 
         Warns:
             UserWarning: The sampler is `Uniform`, which ignores them. Said once.
@@ -415,17 +407,15 @@ class ShardedReplay(Replay):
         return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]))
 
     def priorities(self, keys: Any) -> torch.Tensor:
-        """Returns the raw priorities |td| of items.
+        """Returns the raw priorities |td| of items, float32 `[n]`, as `ReplayBuffer.priorities` does.
+
+        Those of items that are lost with their shard are NaN, too.
 
         Args:
             keys: Integer keys `[n]`, or a batch of this buffer.
 
-        Returns:
-            float32 `[n]`; NaN for items that cannot be drawn, or are lost with their shard. Under `Uniform()`, which
-            ignores priorities, they are 1.
-
         Raises:
-            ValueError: The keys are no integers `[n]`, or one was never issued; or the batch is of another buffer.
+            ValueError: As there.
         """
         self._require_open()
         wanted = self._feedback.checked_keys(keys)

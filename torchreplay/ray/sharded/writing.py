@@ -68,7 +68,7 @@ def _attached(shards: ShardClient) -> ShardBuffer | RemoteShard | None:
             "this process, a Ray Client, is on no node of the cluster, and rows come from its nodes. Have a task or an "
             "actor write, or run this program on a node"
         )
-    if shards.entry_here() is not None or shards.node in table.starting:
+    if shards.node in table.nodes:
         local = shards.local.attach()
         return None if local is None else local.buffer
     if not table.nodes:
