@@ -97,7 +97,9 @@ class RemoteWeights(SharedWeights):
     """What `SharedWeights` become on another node of the Ray cluster than the learner's: there to be pulled.
 
     A thread asks for news, so that `pull` costs nothing when there is none; it fetches the newest weights when there
-    is. When the learner is gone there is no more news.
+    is. When the learner is gone there is no more news. Beside the errors of `SharedWeights.pull` it raises AttachError
+    where the learner's node is gone before the first pull, and RuntimeError in a process that was forked off one of
+    Ray's, where nobody listens for news.
     """
 
     def __init__(self, handle: Handle, infos: dict[str, TensorInfo], nbytes: int) -> None:
@@ -135,16 +137,6 @@ class RemoteWeights(SharedWeights):
             RuntimeError: Always.
         """
         raise RuntimeError(f"weights are published where they were made, on node {self._handle.node}")
-
-    def pull(self, module: nn.Module, *, writer: Versioned | None = None) -> bool:
-        """Copies the newest weights into the module, as `SharedWeights.pull` does; fetches them when there are newer.
-
-        Raises:
-            ValueError: As there.
-            AttachError: The learner's node is gone, before the first pull.
-            RuntimeError: This process was forked off one of Ray's, where nobody listens for news.
-        """
-        return super().pull(module, writer=writer)
 
     def _pull(self, module: nn.Module) -> bool:
         self._actor.require_own_process()

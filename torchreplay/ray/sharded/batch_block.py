@@ -97,15 +97,7 @@ class Layout:
         return self.batch_over(self.new_block(n), n)
 
     def copy(self, source: NDArray[np.uint8], given: int, which: NDArray[np.int64], room: ItemBytes, at: int) -> None:
-        """Copies chosen items of a block into a batch.
-
-        Args:
-            source: The block.
-            given: How many items it has.
-            which: Those to copy.
-            room: The batch's.
-            at: Where the first one goes; the others follow.
-        """
+        """Copies items `which` of a block that has `given` of them into a batch's `room`, from item `at` on."""
         if not len(which):
             return
         for info, target in zip(self._packing(given).infos, room, strict=True):

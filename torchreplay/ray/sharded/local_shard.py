@@ -211,13 +211,9 @@ class LocalAttachment:
         self._stopped = False  # what was attached was stopped
 
     def attach(self, wait: Wait | None = None) -> LocalShard | None:
-        """Attaches the shard of this node, unless it is already.
+        """Attaches the shard of this node, unless it is already; returns it, or None if there is none, or it is gone.
 
-        Args:
-            wait: How long it may take to find out that it is gone; None: as long as it is silent.
-
-        Returns:
-            It; None if there is none, or it is gone.
+        `wait` says how long it may take to find out that it is gone; None: as long as it is silent.
 
         Raises:
             AttachError: It cannot be attached, and its actor is alive.

@@ -178,11 +178,7 @@ class GlobalRateLimiter:
 
         What is left is divided anew with every report, so that a shard without writers keeps nothing from the others
         for long. Where less than an item a shard is waited for, the next report gives these items to other shards, to
-        find one with writers.
-
-        Args:
-            numbers: The shards that there are.
-            report: Of a learner whose draws under way count, too, and what it waits for; None: of no one.
+        find one with writers. Of the learner whose `report` it is draws under way count, too, and what it waits for.
         """
         shards = sorted(numbers)
         if not self.rule.divides or not shards:
@@ -360,11 +356,9 @@ class LearnerLimiter:
                     self._enough = (self._lease + self._sampled) // 2
 
     def report(self, n: int = 0, looks: bool = False) -> LearnerReport:
-        """Returns the report to the coordinator, and gives back what the learner does not need.
+        """Returns the report to the coordinator, and gives back what the learner does not need beside `n` items.
 
-        Args:
-            n: Items that are waited for.
-            looks: Whether it is the report of someone who only looks around: the lease stays as it is.
+        For these it waits. The lease of someone who only `looks` around stays as it is.
         """
         with self._lock:
             sampled, wanted = self._sampled, 0

@@ -52,12 +52,7 @@ Answers = dict[int, Answer]
 
 
 class ShardClient:
-    """The shards as one process sees them.
-
-    Args:
-        name: Of the coordinator's actor.
-        called: What messages call the buffer.
-    """
+    """The shards as one process sees them, by the name of their coordinator; messages call the buffer `called`."""
 
     def __init__(self, name: str, called: str = UNNAMED) -> None:
         self.called = called

@@ -37,13 +37,7 @@ _ERRORS: Final = {kind.__name__: kind for kind in (MemoryError, OverflowError, R
 
 
 class ShardServer(Server):
-    """Answers learners of other nodes.
-
-    Args:
-        host: The address of the node, at which it listens.
-        draw: Draws candidates, as `Shard.draw` does.
-        update: Feeds back TD errors, as `Shard.update` does.
-    """
+    """Answers learners of other nodes by `Shard.draw` and `Shard.update`."""
 
     request = REQUEST
 

@@ -307,10 +307,6 @@ class SampleRequestStream:
 
     Calls reach a shard in the order in which they were made: what is fed back while a round is under way does not
     change its batch.
-
-    Args:
-        sampler: What draws them.
-        spec: Which batches, and how they are drawn.
     """
 
     drawn_from: TreeSummary  # what the weights of the batch handed out last were computed from

@@ -80,11 +80,9 @@ class Throughput:
         return time.monotonic() - self._looks[-1][0] >= _LOOK_EVERY
 
     def look(self, rows: Mapping[Any, int], items: int) -> None:
-        """Takes in the counters.
+        """Takes in the rows written to each buffer or shard, by its id, and the items learned from.
 
-        Args:
-            rows: Written to each buffer or shard, by its id. One may be gone, for good or for once.
-            items: Learned from.
+        A buffer or shard may be gone, for good or for once.
         """
         self._rows |= rows
         self._looks.append((time.monotonic(), sum(self._rows.values()), items))
@@ -92,8 +90,7 @@ class Throughput:
     def throughput(self, now: tuple[Mapping[Any, int], int] | None) -> tuple[float, float]:
         """Returns rows and items a second, over the last ten seconds.
 
-        Args:
-            now: The counters, as for `look`; None: the last look was the end.
+        `now` are the counters, as for `look`; None: the last look was the end.
         """
         if not self._looks:
             return 0.0, 0.0

@@ -93,11 +93,7 @@ class RayBackend(Backend[ActorRun]):
         return run
 
     def wait(self, runs: Sequence[ActorRun], timeout: float) -> list[ActorRun]:
-        """The runs that have ended, as soon as one has, at the latest after `timeout` seconds.
-
-        Raises:
-            RuntimeError: Ray was shut down.
-        """
+        """The runs that have ended, as `Backend.wait` says; RuntimeError when Ray was shut down."""
         deadline = time.monotonic() + timeout
         while True:
             self._require_ray()

@@ -56,10 +56,7 @@ class WorkerResources:
     def open(self, work: Any, num_workers: int) -> Backend[Any]:
         """Makes ready to run so many workers at a time; `work` is `(work, table)`, for their processes to unpickle.
 
-        Raises:
-            ImportError: Ray is asked for and not installed.
-            TypeError: The work cannot be pickled.
-            ValueError: Ray has less than the workers reserve.
+        Raises as `WorkerPool.start` does.
         """
         if self.backend == "process":
             return ProcessBackend(work)
