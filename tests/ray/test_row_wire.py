@@ -4,6 +4,7 @@ import contextlib
 import random
 import socket
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from torchreplay.ray.remote.remote_buffer import RemoteWriter
 from torchreplay.ray.remote.row_sender import RowSender
 from torchreplay.ray.remote.row_wire import ANSWER, PUSH, RowLink
 from torchreplay.ray.remote.send_buffer import SendBuffer
+from torchreplay.ray.sharded.remote_shard import RemoteShard
 from torchreplay.ray.wire import link as links
 from torchreplay.ray.wire.connection import HELLO, MARK, Address
 from torchreplay.ray.wire.link import LinkBroken
@@ -238,3 +240,16 @@ def test_a_chunk_that_comes_when_its_writer_has_left_is_not_written_again(serve,
     assert numbers(buffer) == list(range(64))
     assert not ingest.log.entries["writer"].any()
     caplog.clear()  # its records hold tracebacks, and these the buffer
+
+
+def test_a_writer_that_another_thread_opens_while_its_shard_is_closed_is_closed_with_it(serve):
+    buffer = tr.ReplayBuffer(SPEC, 1000)
+    ingest, sender = serve(buffer)
+    shard, rows = RemoteShard.__new__(RemoteShard), sender()
+    shard._actor, shard._connection, shard._closed = Home(ingest), (buffer._config, rows), False
+    shard._connecting, shard._writers = threading.Lock(), weakref.WeakSet()
+    opened = rows.open
+    rows.open = lambda config, num_envs: (opened(config, num_envs), shard.close())[0]  # as another thread does
+    with shard.writer() as writer, pytest.raises(RuntimeError, match="is closed, and this writer with it"):
+        writer.append(n=1, wide=np.zeros(100, np.int64))
+    assert len(buffer) == 0

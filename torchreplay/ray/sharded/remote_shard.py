@@ -63,7 +63,9 @@ class RemoteShard(RemoteBuffer):
         """Returns a writer, as `RemoteBuffer.writer` does; `ShardLost` where the shard is gone."""
         streams = streams_of(envs, num_envs, autoreset)
         with _losses_of_a_shard():
-            return RemoteShardWriter(self._sender, self._config, *streams, self._writers)
+            writer = RemoteShardWriter(self._sender, self._config, *streams, self._writers)
+        writer._buffer_closed = self._closed  # another thread may have closed it before it knew this writer
+        return writer
 
 
 class RemoteAttachment:
