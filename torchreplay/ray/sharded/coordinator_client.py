@@ -89,12 +89,7 @@ class CoordinatorClient(ActorClient):
 
 
 def checked_nodes(nodes: Any) -> list[str]:
-    """Returns the nodes that get a shard, this process's own first where none are given.
-
-    Raises:
-        RuntimeError: This process is not connected to a cluster.
-        ValueError: They are not different nodes that are alive.
-    """
+    """Returns the nodes that get a shard, this process's own first where none are given; raises as `ShardedReplay`."""
     ray = import_ray()
     if not ray.is_initialized():
         raise RuntimeError("a ShardedReplay lies on the nodes of a Ray cluster: call ray.init(...) first")
@@ -140,13 +135,11 @@ def make_coordinator(
     try:
         with errors_as_raised():
             ray.get(owned.open.remote())
-    except ray.exceptions.RayError as error:
+    except BaseException as error:
         end(owned)
-        raise RuntimeError(
-            f"the coordinator of the ShardedReplay cannot be made on this node, {here}: {reason(error)}"
-        ) from None
-    except BaseException:
-        end(owned)
+        if isinstance(error, ray.exceptions.RayError):
+            text = f"the coordinator of the ShardedReplay cannot be made on this node, {here}: {reason(error)}"
+            raise RuntimeError(text) from None
         raise
     return owned
 

@@ -112,11 +112,7 @@ def capacities_for(manifest: Manifest, root: Path, nodes: Sequence[str], capacit
     """Returns how many rows of `capacity` each node gets, for `load`; None: as many in all as before, or more nodes.
 
     As evenly as they can be divided with room for the rows of every part. Where not all rows fit, the largest parts
-    lose some.
-
-    Raises:
-        CheckpointError: A part is missing or damaged.
-        ValueError: That is too few for so many nodes, or too many.
+    lose some. Raises as `ShardedReplay.load` does.
     """
     if capacity is None:
         before = sum(part.capacity for part in manifest.parts) or manifest.config.capacity

@@ -418,8 +418,7 @@ class ShardedReplay(Replay):
             ValueError: As there.
         """
         self._require_open()
-        wanted = self._feedback.checked_keys(keys)
-        self._feedback.require_issued(wanted)
+        wanted = self._issued(keys)
         self._feedback.flush()
         raw = np.full(len(wanted), np.nan, np.float32)
         for mine, priorities in self._shards.ask_owners(wanted, lambda ask, own, _: ask("priorities", own)):

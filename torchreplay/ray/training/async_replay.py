@@ -294,15 +294,8 @@ class AsyncReplay:
     def count_step(self, is_new: bool = True) -> bool:
         """Counts a learner step; publishes the weights, and sees whether the workers are well, when it is time to.
 
-        Args:
-            is_new: Whether the weights have changed since the last publication; otherwise it is put off.
-
-        Returns:
-            Whether the weights were published.
-
-        Raises:
-            ExplorersFailed: No explorer is left.
-            EvaluatorFailed: The evaluator is not restarted any more.
+        It returns whether the weights were published. Where they have not changed since the last time, and are not
+        `is_new`, that is put off. Raises as `run` does.
         """
         self._steps += 1
         self._due |= self._steps % self.publish_every == 0

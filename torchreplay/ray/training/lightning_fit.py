@@ -123,12 +123,9 @@ class _Learner(PriorityFeedback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Feeds the batch's TD errors back, and counts the step.
+        """Feeds the batch's TD errors back, and counts the step; raises as `PriorityFeedback` and `AsyncReplay.run` do.
 
-        Raises:
-            KeyError, ValueError: As `PriorityFeedback` does; where no buffer has priorities, TD errors may be missing.
-            ExplorersFailed: No explorer is left.
-            EvaluatorFailed: The evaluator is not restarted any more.
+        Where no buffer has priorities, TD errors may be missing.
         """
         self._note("learn")
         if outputs and (self._wants_errors or self.key in outputs):
