@@ -1,5 +1,6 @@
 """A learner that waits for rows of shards: whether a writer is left. On a cluster in this process."""
 
+import contextlib
 import threading
 import time
 
@@ -77,3 +78,30 @@ def test_learners_tell_the_shards_how_long_they_wait_for_rows(replay):
         replay.sample(8)
     assert replay.stats().sample_wait == waited
     assert [shard.stats.sample_wait for shard in replay.stats().shards] == [waited, waited]
+
+
+def test_explorers_may_write_what_a_learner_drew_last_though_it_calls_nothing_more(monkeypatch):
+    """The ratio lets an item in for each that is drawn."""
+    cluster = LocalCluster(monkeypatch, a=2)
+    written = [0]
+
+    def explore():
+        with contextlib.suppress(tr.Stopped), replay.writer() as writer:
+            while True:
+                writer.append(home=0, index=written[0])
+                written[0] += 1
+
+    with ShardedReplay(SPEC, 1000, limiter=tr.SamplesPerInsert(1.0, min_size=100), seed=1) as replay:
+        explorer = threading.Thread(target=explore)
+        explorer.start()
+        eventually(lambda: replay.stats().insert_wait > 0)
+        begun = written[0]
+        try:
+            for drawn in (20, 40, 60):
+                replay.sample(20, timeout=60)
+                eventually(lambda drawn=drawn: written[0] == begun + drawn)
+        finally:
+            replay.stop()
+            explorer.join()
+            replay._shards.local.release()
+    cluster.close()

@@ -210,7 +210,9 @@ class RemoteBuffer(WritableReplay):
             RuntimeError: This process was forked off one of Ray's, or rows can no longer be sent from it.
         """
         streams = streams_of(envs, num_envs, autoreset)
-        return RemoteWriter(self._sender, self._config, *streams, self._writers)
+        writer = RemoteWriter(self._sender, self._config, *streams, self._writers)
+        writer._buffer_closed = self._closed  # by another thread, before it knew this writer
+        return writer
 
     def extend(self, /, *args: Any, priority: Any = None, casting: Any = "same_kind", **fields: Any) -> None:
         """Writes n rows or episodes, as `ReplayBuffer.extend` does, and returns when they are in the buffer."""

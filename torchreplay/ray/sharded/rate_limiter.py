@@ -335,6 +335,11 @@ class LearnerLimiter:
             self.waited += now - since
         return now
 
+    @property
+    def unsaid(self) -> bool:
+        """Whether the coordinator divides what is drawn, and lacks some of what was ordered here."""
+        return self.rule.divides and self._sampled != self._told
+
     def count(self, told: Mapping[int, ShardReport]) -> None:
         """Takes in what shards have answered."""
         self.count_inserted({number: figures.stats.inserted for number, figures in told.items()})

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchreplay.buffer.base import MAX_BATCH
-from torchreplay.errors import Stopped
+from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.coordinator_client import CoordinatorClient
@@ -64,6 +64,7 @@ class ShardClient:
         self._reports: deque[tuple[Any, float]] = deque()  # answers to come, and since when
         self._reported_at = -REPORT_SECONDS  # while nothing was waited for
         self._looked_at = 0.0  # when a report asked for the table last
+        self._late: threading.Timer | None = None  # reports what was drawn if no call does
         self._limiter: LearnerLimiter | None = None
         self._lock = threading.RLock()
         # The shard that is written to from here where this node has none
@@ -146,9 +147,25 @@ class ShardClient:
                 self._looked_at = now if looks else self._looked_at
                 self._reports.append((self.coordinator.tell("report", report, looks), now))
             calls = [call for call, _ in self._reports] if n else []
+        self.report_later()
         if calls:
             self._ray.wait(calls, num_returns=len(calls), timeout=ANSWER_SECONDS)
             self.refresh()
+
+    def report_later(self) -> None:
+        """Has what was drawn be reported soon, though no other call may follow: explorers may wait for it."""
+        if self._late is None and self._limiter is not None and self._limiter.unsaid:
+            self._late = threading.Timer(REPORT_SECONDS, self._report_late)
+            self._late.daemon = True
+            self._late.start()
+
+    def _report_late(self) -> None:
+        self._late = None
+        if self.closed or not self.coordinator.connected:
+            return
+        with suppress(AttachError, Stopped, self._ray.exceptions.RayError):  # the next draw says so
+            self.refresh()
+            self.report()
 
     @property
     def silence(self) -> str:

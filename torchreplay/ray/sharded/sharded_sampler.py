@@ -151,8 +151,9 @@ class ShardedSampler(BatchSource):
             self.made_here += 1
             self._made += 1
             self._next += 1
-        if self.shards.limiter.count_batch(batch["key"].shape[0]):  # there may be no next one for long
+        if self.shards.limiter.count_batch(batch["key"].shape[0]):
             self.shards.alone()
+        self.shards.report_later()  # there may be no next one for long
         batch.source = self.nonce
 
     def gather(self, keys: Any) -> ReplayBatch:
