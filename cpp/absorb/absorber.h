@@ -275,12 +275,14 @@ class Absorber {
     leaves_.set(anchor, 0);
   }
 
-  // The item anchored there, which can be drawn, is too old.
+  // The item anchored there, which can be drawn, is too old. Counted first: a death in between may count it twice, but
+  // no item goes uncounted.
   void expire(uint64_t anchor) {
+    header_.expired_items++;
+    kill_fence();
     leaves_.set(anchor, 0);
     if (is_queue_) claims_.end_item(anchor);
     if (counts_draws_) counts_.end_item(anchor);
-    header_.expired_items++;
     TORCHREPLAY_FAULT("expire.item");
   }
 
