@@ -170,6 +170,7 @@ def test_a_generator_a_learner_of_groups_and_a_publisher_killed_at_any_point_los
     faulty, scene, tally
 ):
     deaths = faulty.run(group_deaths.kill_at_every_point, scene, 2, 9)
+    deaths += faulty.run(group_deaths.kill_at_every_point, scene, 24, 9, ("claims.let_go",))  # half a batch is back
     assert sum(deaths.values()) > 100
     tell(tally, deaths)
 
