@@ -48,6 +48,7 @@ class QueueState(TypedDict):
     may_admit: int
     not_admitted: int  # writers that wait for more than that
     has_other_publisher: bool  # somebody else than the calling thread publishes versions
+    has_lost_publisher: bool  # another process did so last, and is gone
 
 class Census(TypedDict):
     writers: int

@@ -286,6 +286,12 @@ class Attachment {
     return thread != static_cast<uint32_t>(gettid()) && state != kEnded && state != 'Z';
   }
 
+  // Whether another process has set it last, and is gone.
+  bool has_lost_publisher() const {
+    const uint64_t last = memory_->header().publisher.load(std::memory_order_relaxed);
+    return last != 0 && !memory_->liveness().present(static_cast<uint32_t>(last >> 32));
+  }
+
   LimiterConfig limiter() {
     const Unlocked others;
     const SegmentLock lock(*memory_);

@@ -24,6 +24,7 @@ struct QueueState {
   uint64_t may_write, may_admit;  // items that they may write; that may be admitted beyond
   uint64_t not_admitted;          // writers that wait for more than that
   bool has_other_publisher;       // somebody else than the calling thread publishes versions
+  bool has_lost_publisher;        // another process did so last, and is gone
 
   // Throws LockTimeout: nobody who waits may depend on a holder of the lock that is stopped.
   static QueueState of(Attachment& attachment, bool count_streams) {
@@ -37,6 +38,7 @@ struct QueueState {
       return false;
     });
     s.has_other_publisher = s.admits && attachment.has_other_publisher();
+    s.has_lost_publisher = s.admits && attachment.has_lost_publisher();
     return s;
   }
 

@@ -169,14 +169,15 @@ inline PyObject* queue_state(PyObject* self, PyObject* count_streams) {
     });
     const Ref writers = list_of(s.writers, [](int32_t pid) { return PyLong_FromLong(pid); });
     return checked(Py_BuildValue(
-        "{sKsKsKsKsKsIsLsisOsOsKsOsKsKsKsKsKsKsOsKsKsKsO}", "to_draw", s.to_draw, "held", s.held, "lacking", s.lacking,
-        "head", s.head, "limit", s.limit, "need", static_cast<unsigned>(s.oldest.need), "needed_key",
+        "{sKsKsKsKsKsIsLsisOsOsKsOsKsKsKsKsKsKsOsKsKsKsOsO}", "to_draw", s.to_draw, "held", s.held, "lacking",
+        s.lacking, "head", s.head, "limit", s.limit, "need", static_cast<unsigned>(s.oldest.need), "needed_key",
         static_cast<long long>(s.oldest.key), "needed_pid", s.oldest.pid, "lacks_pages",
         s.oldest.has_pages ? Py_True : Py_False, "holders", holders.get(), "open_streams", s.open_streams, "writers",
         writers.get(), "waiting", s.waiting, "pages_wanted", s.pages_wanted, "page_limit", s.page_limit, "pages_in_use",
         s.pages_in_use, "page_bytes", s.page_bytes, "longest_run", s.longest_run, "admits",
         s.admits ? Py_True : Py_False, "may_write", s.may_write, "may_admit", s.may_admit, "not_admitted",
-        s.not_admitted, "has_other_publisher", s.has_other_publisher ? Py_True : Py_False));
+        s.not_admitted, "has_other_publisher", s.has_other_publisher ? Py_True : Py_False, "has_lost_publisher",
+        s.has_lost_publisher ? Py_True : Py_False));
   });
 }
 

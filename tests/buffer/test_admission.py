@@ -406,6 +406,29 @@ def test_a_learner_waits_on_while_another_thread_may_publish():
         thread.join()
 
 
+def test_a_learner_waits_on_while_another_process_may_come_for_a_publisher_that_died():
+    got = shared_counters(1)
+
+    def learn(queue):
+        for _ in range(3):
+            queue.sample(4, timeout=60)
+            got[0] += 1
+
+    def publish_once(queue):
+        queue.policy_version = 1
+        signal.pause()
+
+    with queue_of(4, 0) as queue, Forked(write_groups, queue, 2), Forked(learn, queue) as learner:
+        eventually(lambda: got[0] == 1)
+        with Forked(publish_once, queue) as publisher:
+            eventually(lambda: got[0] == 2)
+            publisher.kill()
+        threading.Event().wait(1.0)  # several looks
+        queue.policy_version = 2
+        assert learner.wait() == 0
+        queue.stop()
+
+
 def publish(queue):
     """The one who publishes takes its time: a learner that waits sees it alive for several looks."""
     queue.policy_version = 0

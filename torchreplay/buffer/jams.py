@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torchreplay.schema.config import Config
 
 PUBLISH_GRACE = 60.0
-"""Seconds within which another learner, which has published no version yet, is expected to publish one."""
+"""Seconds within which another learner, or who comes for a publisher that died, is expected to publish a version."""
 
 
 class Need(IntEnum):
@@ -316,7 +316,7 @@ class LearnerJam(Jam):
 
     def _patience(self, state: QueueState, may_fit: bool) -> float:
         """Returns for how many seconds somebody may yet begin items, or publish a version for the first time."""
-        if self._segment.census(True)["others_learning"]:
+        if state["has_lost_publisher"] or self._segment.census(True)["others_learning"]:
             return PUBLISH_GRACE
         others = threading.active_count() - 1
         waiting = state["writers"].count(os.getpid()) if state["not_admitted"] == len(state["writers"]) else 0
