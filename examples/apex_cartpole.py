@@ -153,6 +153,8 @@ class DoubleDQN(pl.LightningModule):
 
     def training_step(self, batch: tr.ReplayBatch, batch_idx: int) -> dict[str, Tensor]:
         """The double DQN loss (van Hasselt et al. 2016), weighted against the bias of prioritized draws."""
+        if self.global_step % self.args.target_every == 0:  # here, so that every checkpoint has it
+            self.target.load_state_dict(self.q.state_dict())
         with torch.no_grad():
             best = self.q(batch["next_obs"]).argmax(-1, keepdim=True)
             value = self.target(batch["next_obs"]).gather(-1, best).squeeze(-1)
@@ -160,11 +162,6 @@ class DoubleDQN(pl.LightningModule):
         q = self.q(batch["obs"]).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
         loss = (batch["weight"] * F.huber_loss(q, goal, reduction="none")).mean()
         return {"loss": loss, "td_error": goal - q.detach()}
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        """Copies the network into the target network now and then."""
-        if self.global_step % self.args.target_every == 0:
-            self.target.load_state_dict(self.q.state_dict())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Adam."""

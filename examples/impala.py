@@ -5,7 +5,8 @@ Explorers store with each step the log-probability that their policy gave to its
 once, the oldest first. Explorers wait where it is full, and the learner where it is empty. So the capacity bounds how
 old an unroll's policy is when it is learned from, and V-trace corrects for that.
 
-An explorer that raises or is killed is reported and started again. Nothing that it has written is lost.
+An explorer that raises or is killed is reported and started again. What is lost is the unroll that it had not finished.
+The queue is memory of this program: it ends with the learner. `path=` would keep it in a file.
 
     python examples/impala.py --seed 1
     python examples/impala.py --env LunarLander-v3
@@ -194,7 +195,7 @@ def main(args: Args) -> None:
     weights = tr.SharedWeights(policy)
     spec = tr.spec_from_env(env) | {"log_prob": tr.Field()}
     queue = tr.ReplayBuffer(spec, args.capacity, view=tr.Sequences(args.unroll), sampler=tr.Fifo(), name="unrolls")
-    with ExplorerPool(partial(explore, args=args), args.num_explorers, queue, weights, seed=args.seed):
+    with queue, ExplorerPool(partial(explore, args=args), args.num_explorers, queue, weights, seed=args.seed):
         learn(policy, critic, queue, weights, args)
 
 

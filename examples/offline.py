@@ -3,7 +3,7 @@
 A clumsy player, half of whose actions are random, plays some hundred episodes. They are kept in an HDF5 file: as Minari
 lays it out, or flat, as D4RL does, one step after the other. The file is then read into a buffer. Double DQN with the
 penalty of conservative Q-learning (Kumar et al. 2020, https://arxiv.org/abs/2006.04779, equation 4) learns from it
-alone. The environment only shows how good the policy has become. `--data` takes a file of your own.
+alone. The environment only shows how good the policy has become. `--data` takes a file of your own, of CartPole-v1.
 
     python examples/offline.py --seed 1
     python examples/offline.py --form flat
@@ -47,7 +47,7 @@ class Args:
     solved_at: float = 475.0
     """mean return of an evaluation that ends the run"""
     data: str = ""
-    """HDF5 file with recorded episodes, of either form; made in a temporary directory if there is none"""
+    """HDF5 file with recorded episodes of CartPole-v1, of either form; made in a temporary directory if not given"""
     form: Literal["minari", "flat"] = "minari"
     """form of the file that is made"""
     tensorboard: bool = True

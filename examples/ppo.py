@@ -210,11 +210,11 @@ def main(args: Args) -> None:
     optimizer = torch.optim.Adam([*policy.parameters(), *critic.parameters()], lr=args.learning_rate)
     curves = SummaryWriter(f"runs/ppo-seed{args.seed}", purge_step=0) if args.tensorboard else None
     room = 4 * args.batch_size
-    orders = tr.ReplayBuffer({"version": tr.Field((), torch.int64)}, room, sampler=tr.Fifo(max_draws=1), name="orders")
-    rollouts = tr.ReplayBuffer(spec_of(args), room, sampler=tr.Fifo(max_draws=1), name="rollouts")
+    orders = tr.ReplayBuffer({"version": tr.Field((), torch.int64)}, room, sampler=tr.Fifo(), name="orders")
+    rollouts = tr.ReplayBuffer(spec_of(args), room, sampler=tr.Fifo(), name="rollouts")
     monitor, began = tr.Monitor(rollouts, curves), time.monotonic()
-    work = partial(explore, orders=orders, args=args)
-    with orders.expect_writers(), ExplorerPool(work, args.num_explorers, rollouts, weights, seed=args.seed):
+    pool = ExplorerPool(partial(explore, orders=orders, args=args), args.num_explorers, rollouts, weights, seed=args.seed)
+    with orders, rollouts, orders.expect_writers(), pool:  # orders will come, though no writer of theirs is there yet
         for step in range(1, args.total_steps + 1):
             update(policy, critic, optimizer, collect(orders, rollouts, weights.version, args), args)
             weights.publish(policy)

@@ -3,7 +3,7 @@
 The calls are those that TRL 1.16 makes: `get`, `put_nowait` and `qsize`, of its `RolloutWorkerProtocol`. Samples have
 the attributes of its `RolloutSample`. TRL itself is neither imported nor needed: what is stored is looked up by
 attribute, and what comes out is a `RolloutSample` of this module. It is tested with a double that has the names and
-types of TRL 1.16, without TRL.
+types of TRL 1.16, without TRL::
 
     queue = tr.ReplayBuffer(SPEC, 10_000, sampler=tr.Fifo(), ragged_bytes=1 << 30)
     worker = AsyncRolloutWorker(...)  # TRL's own
@@ -76,8 +76,9 @@ class RolloutSample:
 class RolloutQueue:
     """Rollouts in shared memory, or in a file, behind the calls of a `multiprocessing.Queue`.
 
-    It goes to other processes as a `ReplayBuffer` does. Nothing is pickled for a sample, and a sample that was put is
-    lost by nobody's death. What `get` returned is done as the queue's `Fifo(commit=)` says. With `commit="manual"`
+    It goes to other processes as a `ReplayBuffer` does. Nothing is pickled for a sample. A sample that was put
+    outlives the process that put it, and one that was got comes again where the process that got it dies. With the
+    program a queue in memory ends; `path=` keeps it in a file. What `get` returned is done as the queue's `Fifo(commit=)` says. With `commit="manual"`
     call `queue.commit()` when the model is saved: then a trainer that goes on from there gets the later ones again.
 
     Args:
