@@ -31,7 +31,7 @@ napoleon_use_ivar = True  # one list of attributes
 add_module_names = False
 
 html_theme = "furo"
-html_title = f"torchreplay {version}"
+html_title = f"torchreplay {version} (unreleased)"
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 html_theme_options = {"top_of_page_buttons": []}
@@ -74,7 +74,9 @@ def move_included(app: Any, path: Path, page: str, text: list[str]) -> None:
 def as_markup(app: Any, what: str, name: str, it: Any, options: Any, lines: list[str]) -> None:
     """Turns the little Markdown of a docstring, code fences and |absolute values|, into what Sphinx reads."""
     parts = re.split(r"(?ms)^```\w*\n(.*?)^```$", "\n".join(lines))
-    parts[::2] = [re.sub(r"`?docs/(\w+)\.md`?", r":doc:`/\1`", part.replace("|", "\\|")) for part in parts[::2]]
+    bars = re.compile(r"(`[^`]*`|^ *(?:>>>|\.\.\.) .*$)|\|", re.MULTILINE)  # code keeps its bars as they are
+    texts = [bars.sub(lambda match: match[1] or "\\|", part) for part in parts[::2]]
+    parts[::2] = [re.sub(r"`?docs/(\w+)\.md`?", r":doc:`/\1`", text) for text in texts]
     parts[1::2] = [".. code-block:: python\n\n" + indent(part, "    ") for part in parts[1::2]]
     lines[:] = "".join(parts).split("\n")
     if what in ("attribute", "data", "property"):
