@@ -213,7 +213,8 @@ def main(args: Args) -> None:
     orders = tr.ReplayBuffer({"version": tr.Field((), torch.int64)}, room, sampler=tr.Fifo(), name="orders")
     rollouts = tr.ReplayBuffer(spec_of(args), room, sampler=tr.Fifo(), name="rollouts")
     monitor, began = tr.Monitor(rollouts, curves), time.monotonic()
-    pool = ExplorerPool(partial(explore, orders=orders, args=args), args.num_explorers, rollouts, weights, seed=args.seed)
+    work = partial(explore, orders=orders, args=args)
+    pool = ExplorerPool(work, args.num_explorers, rollouts, weights, seed=args.seed)
     with orders, rollouts, orders.expect_writers(), pool:  # orders will come, though no writer of theirs is there yet
         for step in range(1, args.total_steps + 1):
             update(policy, critic, optimizer, collect(orders, rollouts, weights.version, args), args)

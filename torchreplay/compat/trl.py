@@ -77,9 +77,10 @@ class RolloutQueue:
     """Rollouts in shared memory, or in a file, behind the calls of a `multiprocessing.Queue`.
 
     It goes to other processes as a `ReplayBuffer` does. Nothing is pickled for a sample. A sample that was put
-    outlives the process that put it, and one that was got comes again where the process that got it dies. With the
-    program a queue in memory ends; `path=` keeps it in a file. What `get` returned is done as the queue's `Fifo(commit=)` says. With `commit="manual"`
-    call `queue.commit()` when the model is saved: then a trainer that goes on from there gets the later ones again.
+    outlives the process that put it. One that was got comes again, to another one, where the process that got it dies.
+    A queue in memory ends with its program; `path=` keeps it in a file. What `get` returned is done as the queue's
+    `Fifo(commit=)` says. With `commit="manual"` call `queue.commit()` when the model is saved: then a trainer that goes
+    on from there gets the later ones again.
 
     Args:
         queue: A `ReplayBuffer` of `SPEC` with `sampler=tr.Fifo()`. With a `max_age`, set `queue.policy_version` in the

@@ -44,9 +44,9 @@ def spec_from_space(space: Space[Any]) -> Column | dict[str, Any]:
 def spec_from_env(env: Any, next_obs: bool = False) -> dict[str, Any]:
     """Returns a spec for what a Gymnasium environment's loop produces.
 
-    `obs` and `action` by `spec_from_space`, `reward` float32, `terminated` and `truncated` bool. It is an ordinary dict,
-    whose values are `Field`, `Ragged` or such dicts. Change it before it is used: `spec["obs"] = tr.Field(17)` stores
-    the float64 observations of MuJoCo as float32.
+    `obs` and `action` by `spec_from_space`, `reward` float32, `terminated` and `truncated` bool. It is a dict, whose
+    values are `Field`, `Ragged` or such dicts. Change it before it is used: `spec["obs"] = tr.Field(17)` stores the
+    float64 observations of MuJoCo as float32.
 
     Args:
         env: An environment, or a vector environment, whose single spaces count.
