@@ -7,6 +7,8 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
+from sphinx.pycode import ModuleAnalyzer
+
 import torchreplay
 
 project = "torchreplay"
@@ -50,6 +52,10 @@ PAGES = {
 """Files of the repository that are pages of the site, too: these include them."""
 
 
+ALIASES = {"torchreplay.Spec": "torchreplay.schema.spec"}
+"""Names of types that the reference describes, and where their texts are."""
+
+
 def moved(text: str, folder: str, page: str) -> str:
     """Returns a text of a folder of the repository, its links as the page of the site has them."""
 
@@ -73,6 +79,8 @@ def move_included(app: Any, path: Path, page: str, text: list[str]) -> None:
 
 def as_markup(app: Any, what: str, name: str, it: Any, options: Any, lines: list[str]) -> None:
     """Turns the little Markdown of a docstring, code fences and |absolute values|, into what Sphinx reads."""
+    if name in ALIASES:  # autodoc takes the text of what an alias stands for
+        lines[:] = ModuleAnalyzer.for_module(ALIASES[name]).find_attr_docs()["", name.split(".")[-1]]
     parts = re.split(r"(?ms)^```\w*\n(.*?)^```$", "\n".join(lines))
     bars = re.compile(r"(`[^`]*`|^ *(?:>>>|\.\.\.) .*$)|\|", re.MULTILINE)  # code keeps its bars as they are
     texts = [bars.sub(lambda match: match[1] or "\\|", part) for part in parts[::2]]
