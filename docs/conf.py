@@ -7,6 +7,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
+from docutils import nodes
 from sphinx.pycode import ModuleAnalyzer
 
 import torchreplay
@@ -91,8 +92,16 @@ def as_markup(app: Any, what: str, name: str, it: Any, options: Any, lines: list
         lines[0] = f": {lines[0]}"  # napoleon takes what stands before the first colon for a type: there is none
 
 
+def short_types(app: Any, page: nodes.document) -> None:
+    """Shortens what autodoc leaves as `~typing.Literal` within a union to its last name."""
+    for text in list(page.findall(nodes.Text)):
+        if (short := re.sub(r"~(?:typing|enum)\.(?=\w)", "", text)) != text:
+            text.parent.replace(text, nodes.Text(short))
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("source-read", move_page)
     app.connect("include-read", move_included)
     app.connect("autodoc-process-docstring", as_markup, priority=100)
+    app.connect("doctree-read", short_types)
