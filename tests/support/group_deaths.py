@@ -68,7 +68,8 @@ class Rollouts:
         self.written, self.came, self.done, self.may_come_again = (shared_counters(ROWS) for _ in range(4))
         self.holder = shared_counters(ROWS)  # the life to which a row was given last
         self.short = shared_counters(LIVES * PROMPTS)  # whether a prompt's group had too few members
-        self.steps, self.published, self.dropped, self.over = (shared_counters(1) for _ in range(4))
+        self.steps, self.dropped = shared_counters(LIVES), shared_counters(LIVES)  # of each life: two may count at once
+        self.published, self.over = shared_counters(1), shared_counters(1)
         self.published_items = shared_counters(1)  # in batches for which a version came
         self.lives, self.deaths = 0, Counter()
 
@@ -117,9 +118,9 @@ class Rollouts:
         for batch in dataset:
             self.note_done(last)
             last = self.note(life, batch)
-            self.steps[0] += 1
+            self.steps[life] += 1
         self.note_done(last)
-        self.dropped[0] += dataset.counts.dropped_items
+        self.dropped[life] = dataset.counts.dropped_items
 
     def note_done(self, numbers):
         for number in numbers:
@@ -128,7 +129,7 @@ class Rollouts:
     def publish(self, _):
         """Publishes a version for each batch."""
         while not self.over[0]:
-            if self.steps[0] > self.published[0]:
+            if sum(self.steps) > self.published[0]:
                 self.weights.publish(self.module, buffer=self.queue)
                 self.published[0] += 1
             time.sleep(0.0005)
@@ -154,7 +155,7 @@ class Rollouts:
             if count % 2 == 0:
                 save()
         save()
-        self.dropped[0] += dataset.counts.dropped_items
+        self.dropped[life] = dataset.counts.dropped_items
 
     def body(self, role):
         return {GENERATOR: self.generate, LEARNER: self.learn, SAVER: self.learn_and_save, PUBLISHER: self.publish}[
@@ -222,7 +223,7 @@ class Rollouts:
         """What must hold when all is over."""
         stats = self.queue.stats()
         written, came, may_come_again = map(np.asarray, (self.written, self.came, self.may_come_again))
-        gone = self.dropped[0] + stats.expired_items
+        gone = sum(self.dropped) + stats.expired_items
         given = np.flatnonzero(came)
         if SAVER in self.roles:
             given = np.array(torch.load(self.file)["seen"])
@@ -247,8 +248,8 @@ class Rollouts:
             assert room <= self.at_first + slack, "what came again does not count again, as its version does"
             unpublished = 0
         else:
-            unpublished = BATCH * (self.steps[0] + self.deaths[LEARNER] - self.published[0])
-        assert room >= self.at_first - unpublished, "admissions leaked"
+            unpublished = BATCH * (sum(self.steps) + self.deaths[LEARNER] - self.published[0])
+        assert room >= self.at_first - unpublished, f"admissions leaked: {room} of {self.at_first} - {unpublished}"
         self.check_room(room)
 
     def check_room(self, room):
