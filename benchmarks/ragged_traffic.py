@@ -319,7 +319,10 @@ def packed(rollouts: Sequence[Rollout]) -> Rollout:
 
 
 def shared_out_bytes() -> int:
-    """Returns the resident memory of this process and its descendants, shared pages in equal parts (PSS)."""
+    """Returns the resident memory of this process and its descendants, shared pages in equal parts (PSS).
+
+    Without that of files, such as libraries: their parts change whenever another program begins or ends.
+    """
     resident_bytes()  # which frees what is garbage here
     total, waiting, children = 0, [os.getpid()], _children()
     while waiting:
@@ -329,7 +332,9 @@ def shared_out_bytes() -> int:
             rollup = Path(f"/proc/{process}/smaps_rollup").read_text()
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-        total += sum(int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith("Pss:"))
+        total += sum(
+            int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith(("Pss_Anon:", "Pss_Shmem:"))
+        )
     return total
 
 
