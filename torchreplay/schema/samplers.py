@@ -226,8 +226,8 @@ class Fifo:
     The order is that of the keys of the items' anchors. An item that is not complete is passed over, and is the first
     one as soon as it is. Who gets an item *holds* it: nobody else gets it. When the process is done with it, it leaves.
     If the process dies before, the item is in its old place again, for others; with `path=` also for a program that
-    starts again. So every item is used at least once, and exactly
-    once where nobody dies. All weights and probabilities are 1; TD errors are checked, then ignored::
+    starts again. So every item is used at least once, and exactly once where nobody dies. All weights and
+    probabilities are 1; TD errors are checked, then ignored::
 
         queue = tr.ReplayBuffer(spec, 10_000, sampler=tr.Fifo())
         for batch in tr.ReplayDataset(queue, 64):  # ends when no writer is left and all is drawn

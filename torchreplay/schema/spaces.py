@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 def spec_from_space(space: Space[Any]) -> Column | dict[str, Any]:
     """Returns what holds the values of a Gymnasium space.
 
-    `Box`, `MultiDiscrete` and `MultiBinary` become a `Field` of the space's shape and dtype, `Discrete` an int64 scalar
-    (the dtype in which torch takes indices), `Dict` a dict in the space's order, `Tuple` a dict of `"0"`, `"1"`, ...;
-    writers take a `Tuple` space's values as they are.
+    `Box`, `MultiDiscrete` and `MultiBinary` become a `Field` of the space's shape and dtype. `Discrete` is an int64
+    scalar, since torch takes indices so. `Dict` becomes a dict in the space's order, and `Tuple` one with the names
+    `"0"`, `"1"` and so on. Writers take a `Tuple` space's values as they are.
 
     What has another length in each step becomes a `Ragged`. A `Text` is one of uint8, whose values are written as
     `text.encode()`; a `Sequence` is one of its arrays or numbers. A `Graph` becomes a dict of `nodes`, and where it has
