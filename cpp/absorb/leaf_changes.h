@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <tuple>
 #include <utility>
 
 #include "segment/segment_memory.h"
@@ -50,10 +51,11 @@ class LeafChanges {
     const auto index = static_cast<int64_t>(slot);
     float& now = tree_.leaves()[index];
     if (now == leaf) return;
-    if (n_ == 0 || changes_[n_ - 1].index != index) {
+    if (last_ != index) {
       if (n_ == kMost) flush();
-      ascending_ &= n_ == 0 || changes_[n_ - 1].index < index;
-      changes_[n_++] = {index, now};
+      ascending_ &= last_ < index;
+      last_ = index_[n_] = index;
+      was_[n_++] = now;
     }
     const float was = std::exchange(now, leaf);
     TORCHREPLAY_FAULT("leaves.set");
@@ -77,23 +79,15 @@ class LeafChanges {
 
   void flush() {
     if (!ascending_) sort();
-    for (int k = 0; k < n_; k++) {
-      index_[k] = changes_[k].index;
-      was_[k] = changes_[k].was;
-      now_[k] = tree_.leaf(index_[k]);
-    }
+    for (int k = 0; k < n_; k++) now_[k] = tree_.leaf(index_[k]);
     if (n_) tree_.replace_sorted(index_, was_, now_, n_);
     n_ = 0;
+    last_ = -1;
     ascending_ = true;
     forget_largest();  // others may change leaves now
   }
 
  private:
-  struct Change {
-    int64_t index;
-    float was;  // the leaf that the sums account for
-  };
-
   void forget_largest() {
     largest_ = kUnknown;
     holder_ = -1;
@@ -101,9 +95,13 @@ class LeafChanges {
 
   // Of several changes of one leaf the first knows what the sums account for.
   void sort() {
-    std::stable_sort(changes_, changes_ + n_, [](const Change& a, const Change& b) { return a.index < b.index; });
-    const Change* end = std::unique(changes_, changes_ + n_, [](auto& a, auto& b) { return a.index == b.index; });
-    n_ = static_cast<int>(end - changes_);
+    std::pair<int64_t, float> changes[kMost];
+    for (int k = 0; k < n_; k++) changes[k] = {index_[k], was_[k]};
+    const auto by_index = [](const auto& a, const auto& b) { return a.first < b.first; };
+    std::stable_sort(changes, changes + n_, by_index);
+    n_ = static_cast<int>(std::unique(changes, changes + n_, [](auto& a, auto& b) { return a.first == b.first; }) -
+                          changes);
+    for (int k = 0; k < n_; k++) std::tie(index_[k], was_[k]) = changes[k];
   }
 
   static constexpr int kMost = 512;
@@ -112,10 +110,11 @@ class LeafChanges {
   float largest_ = kUnknown;
   int64_t holder_ = -1;  // of the largest leaf; -1: nobody looked who that is
   int n_ = 0;
+  int64_t last_ = -1;  // of the changes' indices
   bool ascending_ = true;
-  Change changes_[kMost];
   int64_t index_[kMost];
-  float was_[kMost], now_[kMost];
+  float was_[kMost];  // the leaves that the sums account for
+  float now_[kMost];
 };
 
 // The leaf of an item that becomes drawable.

@@ -43,10 +43,14 @@ class ExtremeLeaf {
   }
 
   // A leaf of that index is `now`.
-  void raise(int64_t i, float now) {
-    const uint32_t rank = Order::rank_of(now);
-    int64_t entry = i / tree_node::kBlockLeaves;
-    for (int l = 0; l < levels_ && ranks_[l][entry] < rank; l++, entry /= tree_node::kRanks) ranks_[l][entry] = rank;
+  void raise(int64_t i, float now) { raise_entry(i / tree_node::kBlockLeaves, Order::rank_of(now)); }
+
+  // Leaves of that line changed.
+  template <class Node>
+  void raise_line(int64_t line) {
+    if (levels_ == 0) return;
+    const uint32_t rank = Node::template greatest_of<Order, tree_node::kLeaves>(leaves_ + line * tree_node::kLeaves);
+    raise_entry(line / tree_node::kBlockLines, rank);
   }
 
   // All leaves changed. O(capacity).
@@ -62,6 +66,10 @@ class ExtremeLeaf {
   }
 
  private:
+  void raise_entry(int64_t entry, uint32_t rank) {
+    for (int l = 0; l < levels_ && ranks_[l][entry] < rank; l++, entry /= tree_node::kRanks) ranks_[l][entry] = rank;
+  }
+
   // The first of the leaves of that block has the rank `now`.
   template <class Node>
   void lower(int64_t block, uint32_t now) const {

@@ -129,10 +129,11 @@ struct Portable {
     return top;
   }
 
-  template <class Order>
-  static uint32_t greatest_of(const float* block) {
+  // Of so many leaves, whole lines of them.
+  template <class Order, int kMany = kBlockLeaves>
+  static uint32_t greatest_of(const float* leaves) {
     uint32_t top = 0;
-    for (int j = 0; j < kBlockLeaves; j++) top = std::max(top, Order::rank_of(block[j]));
+    for (int j = 0; j < kMany; j++) top = std::max(top, Order::rank_of(leaves[j]));
     return top;
   }
 
@@ -194,12 +195,12 @@ struct Avx512 {
     return _mm512_reduce_max_epu32(_mm512_load_si512(ranks));
   }
 
-  template <class Order>
-  TORCHREPLAY_AVX512 static uint32_t greatest_of(const float* block) {
+  template <class Order, int kMany = kBlockLeaves>
+  TORCHREPLAY_AVX512 static uint32_t greatest_of(const float* leaves) {
     __m512i top = _mm512_setzero_si512();
-    for (int j = 0; j < kBlockLeaves; j += kLeaves) {
-      const __m512i leaves = _mm512_load_si512(block + j);
-      top = _mm512_max_epu32(top, Order::kNegates ? _mm512_sub_epi32(_mm512_setzero_si512(), leaves) : leaves);
+    for (int j = 0; j < kMany; j += kLeaves) {
+      const __m512i line = _mm512_load_si512(leaves + j);
+      top = _mm512_max_epu32(top, Order::kNegates ? _mm512_sub_epi32(_mm512_setzero_si512(), line) : line);
     }
     return _mm512_reduce_max_epu32(top);
   }
