@@ -1,8 +1,10 @@
 """Draws and feedback over a connection of a learner's own: what comes through, and what ends it. Without Ray."""
 
 import contextlib
+import signal
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -217,6 +219,128 @@ def test_a_listener_goes_on_after_the_system_has_refused_a_connection(monkeypatc
         assert refused.wait(SECONDS)
         with contextlib.closing(ShardLink(served.server.address)) as other:
             assert other.draw(8, 1.0, served.layout).result(SECONDS) is not None
+
+
+class Halved:
+    """A server whose answer of so many bytes comes in two halves, the second one when it is told to."""
+
+    def __init__(self, answer):
+        self._answer, self.go_on = answer, threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._serve, daemon=True).start()
+        self.link = ShardLink(Address(*self._listener.getsockname(), b"any"))
+
+    def _serve(self):
+        connection, _ = self._listener.accept()
+        with connection:
+            connection.recv(100)
+            connection.sendall(HELLO)
+            while connection.recv(REQUEST.size):
+                connection.sendall(self._answer[:100])
+                self.go_on.wait(SECONDS)
+                connection.sendall(self._answer[100:])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.link.close()
+        self.go_on.set()
+        self._listener.close()
+
+
+def answer_of(served, n=32):
+    """Bytes of an answer to a draw of `n` items."""
+    return b"".join(bytes(memoryview(part).cast("B")) for part in served.server.answer([n, 1.0], None) if len(part))
+
+
+def test_half_an_answer_can_be_waited_for_in_vain_and_comes_whole_later():
+    with Served() as served, Halved(answer_of(served)) as halved:
+        answer = halved.link.draw(32, 1.0, served.layout)
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                answer.result(0.01)
+        halved.go_on.set()
+        report, block = answer.result(SECONDS)
+        batch = served.layout.batch_over(torch.from_numpy(block), 32)
+        assert report.candidates == 32
+        assert torch.equal(batch["key"], batch["index"] + (3 << 48))
+
+
+def test_answers_that_are_waited_for_at_once_are_read_without_a_thread():
+    with Served() as served:
+        for _ in range(3):
+            served.link.draw(4, 1.0, served.layout).result(SECONDS)
+        assert "torchreplay-link" not in [thread.name for thread in threading.enumerate()]
+        ahead = served.link.draw(4, 1.0, served.layout, ahead=True)
+        eventually(ahead.done)  # nobody waits for it
+        served.link.close()
+        eventually(lambda: "torchreplay-link" not in [thread.name for thread in threading.enumerate()])
+
+
+def test_several_threads_wait_over_one_connection():
+    with Served() as served:
+        sizes = [1 + k % 7 for k in range(120)]
+        with ThreadPoolExecutor(6) as pool:
+            draw = lambda n: served.link.draw(n, 1.0, served.layout, ahead=n == 7).result(SECONDS)  # noqa: E731
+            assert [report.candidates for report, _ in pool.map(draw, sizes)] == sizes
+
+
+def test_who_waits_reads_on_where_another_has_given_up():
+    with Served() as served, Halved(answer_of(served)) as halved:
+        answer = halved.link.draw(32, 1.0, served.layout)
+        with ThreadPoolExecutor(2) as pool:
+            impatient = pool.submit(answer.exception, 0.3)
+            patient = pool.submit(answer.result, SECONDS)
+            with pytest.raises(TimeoutError):
+                impatient.result(SECONDS)
+            halved.go_on.set()
+            assert patient.result(SECONDS)[0].candidates == 32
+
+
+@pytest.mark.parametrize("amid", [False, True], ids=["between two looks", "amid an answer"])
+def test_a_signal_handler_may_wait_for_what_it_has_interrupted(amid, monkeypatch):
+    """It hears of it, unless it has interrupted the reading itself: then it is told that it cannot."""
+    with Served() as served, Halved(answer_of(served)) as halved:
+        answer, heard = halved.link.draw(32, 1.0, served.layout), []
+
+        def handle(*_):
+            halved.go_on.set()
+            error = answer.exception(SECONDS)
+            heard.append(error)
+
+        if amid:
+            fill = halved.link._receive
+
+            def interrupted(room):
+                if len(room) > 400 and not heard:
+                    handle()
+                return fill(room)
+
+            monkeypatch.setattr(halved.link, "_receive", interrupted)
+            halved.go_on.set()
+            with pytest.raises(LinkBroken, match="signal handler"):
+                answer.result(SECONDS)
+            assert "signal handler" in str(heard[0])
+        else:
+            before = signal.signal(signal.SIGALRM, handle)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.1)
+                assert answer.result(SECONDS)[0].candidates == 32
+            finally:
+                signal.signal(signal.SIGALRM, before)
+            assert heard == [None]
+        assert halved.link.draw(32, 1.0, served.layout).result(SECONDS)[0].candidates == 32
+
+
+def test_a_connection_says_that_it_has_ended_before_anything_is_asked():
+    with Served() as served, Halved(b"") as halved:
+        assert halved.link.broken is None
+        halved.go_on.set()
+        halved.link._connection.shutdown(socket.SHUT_WR)  # the server hears an end, and ends, too
+        eventually(lambda: halved.link.broken is not None)
+        with pytest.raises(LinkBroken):
+            halved.link.draw(4, 1.0, served.layout).result(SECONDS)
 
 
 def test_a_signal_handler_amid_a_request_sends_nothing_into_it():

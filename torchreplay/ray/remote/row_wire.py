@@ -7,15 +7,14 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from torchreplay.errors import ReplayLost, Stopped
-from torchreplay.ray.wire.connection import MARK, Receive
-from torchreplay.ray.wire.link import Link
+from torchreplay.ray.wire.connection import MARK, Arrival, Fill, Receive
+from torchreplay.ray.wire.link import Link, Reply
 from torchreplay.ray.wire.server import Server
 from torchreplay.schema.config import Config
 from torchreplay.schema.spec import Field
@@ -105,7 +104,7 @@ class RowServer(Server):
             for writer in self._own.writers:
                 self._lost(writer)
 
-    def answer(self, values: list[Any], fill: Receive) -> list[Any]:
+    def answer(self, values: list[Any], fill: Fill) -> list[Any]:
         """Writes a chunk, once all of it is there."""
         *source, number, first, rows, links_at, nbytes = values
         if nbytes > self._most or links_at + 8 * rows > nbytes:
@@ -127,14 +126,14 @@ class RowLink(Link):
 
     head = ANSWER
 
-    def push(self, source: Source, chunk: Chunk) -> Future[Answer]:
+    def push(self, source: Source, chunk: Chunk) -> Reply[Answer]:
         """Has a chunk written, as `Ingest.push` does."""
-        return self.ask(_read, PUSH.pack(MARK, *source, *chunk[:-1], chunk.block.nbytes), chunk.block)
+        return self.ask(_read, PUSH.pack(MARK, *source, *chunk[:-1], chunk.block.nbytes), chunk.block, ahead=True)
 
 
-def _read(head: list[Any], fill: Receive) -> Answer:
+def _read(head: list[Any], fill: Receive) -> Arrival[Answer]:
     written, limited, length = head
     if length > _MOST_TEXT:
         raise ConnectionError("something else than an answer has come")
-    waiting, refusal, ending = json.loads(fill(bytearray(length))) if length else ("", "", None)
+    waiting, refusal, ending = json.loads((yield from fill(bytearray(length)))) if length else ("", "", None)
     return Answer(written, waiting, limited, refusal, None if ending is None else _ENDINGS[ending[0]](ending[1]))

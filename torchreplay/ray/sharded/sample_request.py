@@ -35,6 +35,7 @@ class SampleRequest:
         slack: By which share a shard's part of the total may have grown since it was heard last.
         here: Whether the shard that is attached draws its candidates here, right into the batch where that can be.
         place: The batch, whose tensors are overwritten; None: it is made.
+        ahead: Whether nobody waits for it at once.
     """
 
     drawn_from: TreeSummary  # what the batch's weights were computed from, once it is finished
@@ -48,6 +49,7 @@ class SampleRequest:
         slack: float,
         here: bool = False,
         place: ReplayBatch | None = None,
+        ahead: bool = False,
     ) -> None:
         self.round, self.n = round, (n := round.n)
         self.asked_again = False
@@ -59,7 +61,7 @@ class SampleRequest:
         known = [shards.figures[k].drawn.total if k in shards.figures else 0.0 for k in numbers]
         asked = candidates(known, n, slack)
         # What the answers will be got by, by number.
-        self.calls = shards.order(dict(zip(numbers, asked, strict=True)), layout, self._room)
+        self.calls = shards.order(dict(zip(numbers, asked, strict=True)), layout, self._room, ahead)
 
     def finish(
         self, sampler: Sampler, beta: float, wait: Wait, budget: Mapping[str, int] | None = None

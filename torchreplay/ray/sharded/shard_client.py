@@ -272,12 +272,17 @@ class ShardClient:
         return here
 
     def order(
-        self, candidates: Mapping[int, int], layout: Layout | None = None, room: ReplayBatch | None = None
+        self,
+        candidates: Mapping[int, int],
+        layout: Layout | None = None,
+        room: ReplayBatch | None = None,
+        ahead: bool = False,
     ) -> dict[int, Any]:
         """Asks shards for so many candidates each, 0 for figures alone; returns what their answers will be got by.
 
         The shard that is attached draws its candidates here, into `room`, from the first row on, where it is given; the
-        others send theirs over a connection of their own. Without `layout` all are called through Ray.
+        others send theirs over a connection of their own. Without `layout` all are called through Ray. With `ahead` the
+        answers are read as they come, for nobody waits for them at once.
         """
         self.coordinator.require_own_process()
         largest = self.limiter.largest
@@ -292,7 +297,7 @@ class ShardClient:
             calls[number] = (
                 entry.actor.draw.remote(count, largest)
                 if link is None or layout is None
-                else link.draw(count, largest, layout)
+                else link.draw(count, largest, layout, ahead)
             )
         self.rounds += layout is not None and bool(calls)
         if layout is not None and local is not None and local.number in candidates:  # while the others are asked

@@ -6,9 +6,9 @@ import json
 import math
 import struct
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import fields
 from functools import partial
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -19,8 +19,8 @@ from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.ray.sharded.batch_block import Layout, RaggedItems
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport
-from torchreplay.ray.wire.connection import MARK, Receive
-from torchreplay.ray.wire.link import Link
+from torchreplay.ray.wire.connection import MARK, Arrival, Fill, Receive
+from torchreplay.ray.wire.link import Link, Reply
 from torchreplay.ray.wire.server import Server
 
 REQUEST: Final = struct.Struct("<4sId")
@@ -32,6 +32,7 @@ ANSWER: Final = struct.Struct("<4sI" + "".join(_KINDS[str(field.type)] for field
 
 _MOST_TEXT: Final = 1 << 20
 _STATS: Final = tuple(field.name for field in fields(Stats))
+_figures: Final = attrgetter(*_STATS)
 _NOTHING: Final = (0,) * (len(_STATS) + 8)
 _ERRORS: Final = {kind.__name__: kind for kind in (MemoryError, OverflowError, RuntimeError, ValueError)}
 
@@ -45,7 +46,7 @@ class ShardServer(Server):
         self._draw, self._update = draw, update
         super().__init__(host)
 
-    def answer(self, values: list[Any], fill: Receive) -> list[Any]:
+    def answer(self, values: list[Any], fill: Fill) -> list[Any]:
         """Draws, or feeds back."""
         n, largest = values
         if n > MAX_BATCH:
@@ -73,8 +74,7 @@ def _answer_to_draw(report: ShardReport, block: NDArray[np.uint8] | RaggedItems 
         shapes = [array.shape for array in arrays[1:]]
         said = json.dumps([report.trouble, report.barren, shapes, shared]).encode()
     own = report.candidates, report.writers, report.since_departure, report.moment
-    figures = (getattr(report.stats, name) for name in _STATS)
-    return [ANSWER.pack(MARK, len(said), *figures, *report.drawn, *own), said, *arrays]
+    return [ANSWER.pack(MARK, len(said), *_figures(report.stats), *report.drawn, *own), said, *arrays]
 
 
 class ShardLink(Link):
@@ -82,22 +82,22 @@ class ShardLink(Link):
 
     head = ANSWER
 
-    def draw(self, candidates: int, largest: float, layout: Layout) -> Future[Answer]:
-        """Asks for candidates, as `Shard.draw` does."""
-        return self.ask(partial(_read, layout), REQUEST.pack(MARK, candidates, largest))
+    def draw(self, candidates: int, largest: float, layout: Layout, ahead: bool = False) -> Reply[Answer]:
+        """Asks for candidates, as `Shard.draw` does. `ahead`: nobody waits for them at once."""
+        return self.ask(partial(_read, layout), REQUEST.pack(MARK, candidates, largest), ahead=ahead)
 
-    def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Future[bool]:
+    def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Reply[bool]:
         """Feeds back TD errors, as `Shard.update` does; the answer says that they are applied."""
         arrays = map(np.ascontiguousarray, (keys, td))
         return self.ask(partial(_read, None), REQUEST.pack(MARK, len(keys), math.nan), *arrays)
 
 
-def _read(layout: Layout | None, head: list[Any], fill: Receive) -> Answer | Exception | bool:
+def _read(layout: Layout | None, head: list[Any], fill: Receive) -> Arrival[Answer | Exception | bool]:
     """Returns the answer: to a draw of items that lie so; or True, TD errors are applied."""
     length, *figures, total, drawable, smallest, beta, n, writers, since_departure, moment = head
     if length > _MOST_TEXT:
         raise ConnectionError("something else than an answer has come")
-    said: Any = json.loads(fill(bytearray(length))) if length else (None, None, (), ())
+    said: Any = json.loads((yield from fill(bytearray(length)))) if length else (None, None, (), ())
     if len(said) == 2:
         kind, message = said
         return _ERRORS.get(kind, RuntimeError)(message if kind in _ERRORS else f"{kind}: {message}")
@@ -112,11 +112,10 @@ def _read(layout: Layout | None, head: list[Any], fill: Receive) -> Answer | Exc
         raise ConnectionError("items have come that nobody has asked for")
     if not n:
         return report, None
-    block = fill(layout.new_block(n).numpy())
+    block = yield from fill(layout.new_block(n).numpy())
     if not layout.is_ragged:
         return report, block
-    lengths, values = (
-        tuple(fill(np.empty(shape, kind)) for shape in part)
-        for part, kind in ((shapes[:count], np.int64), (shapes[count:], np.uint8))
-    )
-    return report, RaggedItems(block, lengths, tuple(of), values)
+    parts: list[Any] = []
+    for k, shape in enumerate(shapes):
+        parts.append((yield from fill(np.empty(shape, np.int64 if k < count else np.uint8))))
+    return report, RaggedItems(block, tuple(parts[:count]), tuple(of), tuple(parts[count:]))

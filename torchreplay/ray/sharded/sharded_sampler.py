@@ -202,10 +202,10 @@ class ShardedSampler(BatchSource):
         if not self.admits(n):
             self._wait_for_rows(n, wait)
 
-    def begin(self, n: int, wait: Wait, place: ReplayBatch | None = None) -> SampleRequest:
+    def begin(self, n: int, wait: Wait, place: ReplayBatch | None = None, in_advance: bool = False) -> SampleRequest:
         """Asks all shards for candidates, where the limiter admits `n` items; `take` makes the batch.
 
-        `place` is the batch, whose tensors are overwritten; None: it is made.
+        `place` is the batch, whose tensors are overwritten; None: it is made. `in_advance`: it is not taken at once.
         """
         here = self.shards.local.try_attach(wait)
         limiter, ahead = self.shards.limiter, Round(n, self.end)
@@ -218,7 +218,7 @@ class ShardedSampler(BatchSource):
             chance = np.random.Generator(
                 np.random.Philox(key=np.array([self.seed, self.stream], np.uint64), counter=ahead.step << 64)
             )
-            return SampleRequest(self.shards, self._layout, ahead, chance, self._slack, here, place)
+            return SampleRequest(self.shards, self._layout, ahead, chance, self._slack, here, place, in_advance)
         except BaseException:
             self.end(ahead)
             raise
@@ -445,7 +445,7 @@ class SampleRequestStream:
             and self._sampler.shards.alone() is None
             and self._sampler.admits(self._batch_size)
         ):
-            self._ahead.append(self._sampler.begin(self._batch_size, wait, self._spec.place()))
+            self._ahead.append(self._sampler.begin(self._batch_size, wait, self._spec.place(), self._prefetch > 0))
         self._sampler.shards.report()
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from socket import TCP_KEEPCNT, TCP_KEEPIDLE, TCP_KEEPINTVL, TCP_NODELAY
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 HELLO: Final = b"tr-wire/2\n"
 """What both sides say first: with another version it is another text."""
@@ -19,8 +19,15 @@ HELLO: Final = b"tr-wire/2\n"
 MARK: Final = b"trwr"
 """With which each request and each answer begins."""
 
-Receive = Callable[[Any], Any]
+T = TypeVar("T")
+Arrival = Generator[None, None, T]
+"""What is made of bytes that come; it pauses wherever more have to come first."""
+
+Fill = Callable[[Any], Any]
 """Fills a contiguous array, or a bytearray, with what comes next, and returns it."""
+
+Receive = Callable[[Any], Arrival[Any]]
+"""The same, in the course of time."""
 
 
 class Address(NamedTuple):
@@ -51,23 +58,37 @@ def set_up(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def receive(connection: socket.socket, room: Any) -> Any:
+def receive(connection: socket.socket, room: Any, flags: int = socket.MSG_DONTWAIT) -> Arrival[Any]:
     """Fills a contiguous array, or a bytearray, and returns it; raises ConnectionError at the connection's end."""
     left = memoryview(room).cast("B") if len(room) else memoryview(b"")
     while len(left):
-        count = connection.recv_into(left)
+        try:
+            count = connection.recv_into(left, 0, flags)
+        except BlockingIOError:
+            yield
+            continue
         if not count:
             raise ConnectionError("the connection has ended")
         left = left[count:]
     return room
 
 
-def receive_head(fill: Receive, head: struct.Struct) -> list[Any]:
+def receive_head(fill: Receive, head: struct.Struct) -> Arrival[list[Any]]:
     """Returns what stands behind the mark at the beginning of a message; raises ConnectionError for anything else."""
-    mark, *values = head.unpack(fill(bytearray(head.size)))
+    mark, *values = head.unpack((yield from fill(bytearray(head.size))))
     if mark != MARK:
         raise ConnectionError("something else than a message has come")
     return values
+
+
+def whole(arrival: Arrival[T]) -> T:
+    """Returns what an arrival comes to whose connection waits by itself."""
+    try:
+        next(arrival)
+    except StopIteration as end:
+        value: T = end.value
+        return value
+    raise ConnectionError("what should have come has not, in time")
 
 
 def send(connection: socket.socket, *parts: Any) -> None:

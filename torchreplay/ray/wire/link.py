@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import math
 import os
+import queue
+import select
 import socket
 import struct
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from torchreplay.ray.runtime.session import import_ray, logger
-from torchreplay.ray.wire.connection import HELLO, Address, Carried, Receive, receive, receive_head, send, set_up
+from torchreplay.ray.wire.connection import (
+    HELLO,
+    Address,
+    Arrival,
+    Carried,
+    Receive,
+    receive,
+    receive_head,
+    send,
+    set_up,
+    whole,
+)
 
 CONNECT_SECONDS: Final = 2.0
 """Seconds within which a server must be reached."""
@@ -34,19 +47,55 @@ BROKEN_SECONDS: Final = 1.0
 """Seconds after which a connection that broke is made anew."""
 
 
+LOOK_SECONDS: Final = 0.02
+"""Seconds after which who waits looks whether another reads, or a signal handler has read what it waits for."""
+
+T = TypeVar("T")
+Read = Callable[[list[Any], Receive], Arrival[Any]]
+"""Makes an answer of what it begins with, and of what else it fills."""
+
+
 class LinkBroken(Exception):
     """The answer was lost with the connection."""
 
 
+class Reply(Future[T]):
+    """An answer to come. Who waits for it reads what the connection brings meanwhile, so that no thread wakes another.
+
+    Args:
+        link: What it comes over.
+    """
+
+    def __init__(self, link: Link) -> None:
+        super().__init__()
+        self._link = link
+        self.has_come = False  # what done() says, without its lock
+
+    def settle(self, answer: T | Exception) -> None:
+        """Takes the answer, unless it has one."""
+        if self.has_come:  # a signal handler could not wait
+            return
+        self.has_come = True
+        if isinstance(answer, Exception):
+            self.set_exception(answer)
+        else:
+            self.set_result(answer)
+
+    def result(self, timeout: float | None = None) -> T:
+        """Returns the answer."""
+        return super().result(self._link.read_until(self, timeout))
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Returns what has come instead of the answer."""
+        return super().exception(self._link.read_until(self, timeout))
+
+
 class Link:
-    """A connection to one server. Answers come to a thread of its own, in the order of the requests.
+    """A connection to one server. Answers come in the order of the requests.
 
     Args:
         address: Of the server.
         carried: Counts the bytes of requests and of answers. None: nobody asks.
-
-    Attributes:
-        broken: Why nothing comes through any more; None while it does.
 
     Raises:
         OSError: It cannot be reached.
@@ -62,80 +111,141 @@ class Link:
             set_up(self._connection)
             self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(GIVE_UP_SECONDS * 1000))
             send(self._connection, HELLO + address.secret)
-            if receive(self._connection, bytearray(len(HELLO))) != HELLO:
+            if whole(receive(self._connection, bytearray(len(HELLO)), 0)) != HELLO:
                 raise ConnectionError("it speaks another version")
             self._connection.settimeout(None)
         except BaseException:
             self._connection.close()
             raise
-        self._waiting: deque[tuple[Future[Any], Callable[[list[Any], Receive], Any]]] = deque()
-        self._lock = threading.RLock()
-        self.broken: Exception | None = None
-        self._sender = 0  # the thread that sends a request now
-        threading.Thread(target=self._listen, name="torchreplay-link", daemon=True).start()
+        self._broken: Exception | None = None
+        self._waiting: deque[tuple[Reply[Any], Read]] = deque()
+        self._lock, self._reading = threading.RLock(), threading.RLock()  # of who sends, and of who reads
+        self._sender = self._reader = 0  # the threads that send a request and read answers now
+        self._answers, self._amid = self._receive_answers(), False
+        self._ahead: queue.SimpleQueue[Reply[Any] | None] = queue.SimpleQueue()  # for the thread to read
+        self._thread: threading.Thread | None = None
+
+    @property
+    def broken(self) -> Exception | None:
+        """Why nothing comes through any more; None while it does."""
+        if self._broken is None and not self._waiting:  # nothing but its end can come
+            try:
+                if not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                    self._fail(LinkBroken("the connection has ended"))
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                self._fail(LinkBroken(str(error)))
+        return self._broken
 
     @property
     def halfway(self) -> bool:
-        """Whether the calling thread has sent half a request: a signal handler has interrupted it, and sends none."""
-        return self._sender == threading.get_ident()
+        """Whether the calling thread sends or reads: a signal handler has interrupted it, and does neither."""
+        return threading.get_ident() in (self._sender, self._reader)
 
-    def ask(self, read: Callable[[list[Any], Receive], Any], *parts: Any) -> Future[Any]:
+    def ask(self, read: Read, *parts: Any, ahead: bool = False) -> Reply[Any]:
         """Sends a request, and returns what its answer is got by.
 
         `read` makes it of what the answer begins with, and of what else it fills; an exception that it returns is
-        raised where the answer is got.
+        raised where the answer is got. With `ahead` the answer is read while nobody waits for it, by a thread.
         """
-        answer = Future[Any]()
+        answer = Reply[Any](self)
         with self._lock:
-            if self.broken is not None:
-                answer.set_exception(self.broken)
+            if self._broken is not None:
+                answer.settle(self._broken)
                 return answer
             try:
                 self._sender = threading.get_ident()
                 self._waiting.append((answer, read))
                 self._carried.add(sum(memoryview(part).nbytes for part in parts))  # before there can be an answer
                 send(self._connection, *parts)
-            except OSError as error:  # the thread that listens hears it, too
+            except OSError as error:
                 self._fail(LinkBroken(str(error)))
             except BaseException:  # half a request cannot be taken back
                 self.close()
                 raise
             finally:
                 self._sender = 0
+            if ahead:
+                self._ahead.put(answer)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._read_ahead, name="torchreplay-link", daemon=True)
+                    self._thread.start()
         return answer
+
+    def read_until(self, answer: Reply[Any], timeout: float | None) -> float | None:
+        """Reads until that answer has come, or has it read by the thread that reads now; returns the seconds left."""
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while not answer.has_come:
+            if self._reading.acquire(blocking=False):
+                before, self._reader = self._reader, threading.get_ident()
+                try:
+                    while self._read_some(answer, until - time.monotonic()):
+                        pass
+                finally:
+                    self._reader = before
+                    self._reading.release()
+            else:  # who reads now may leave before this answer comes
+                with suppress(TimeoutError):
+                    Future.exception(answer, max(0.0, min(until - time.monotonic(), LOOK_SECONDS)))
+            if time.monotonic() >= until:
+                break
+        return None if timeout is None else max(0.0, until - time.monotonic())
 
     def close(self) -> None:
         """Ends the connection; in a forked child, whose parent's it is, that goes on."""
         if os.getpid() == self._pid:
-            with suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)
+            self._fail(LinkBroken("the connection was closed"))
 
-    def _listen(self) -> None:
-        with self._connection:
-            try:
-                while True:
-                    values = receive_head(self._receive, self.head)
-                    answer = self._waiting[0][1](values, self._receive)
-                    future, _ = self._waiting.popleft()
-                    if isinstance(answer, Exception):
-                        future.set_exception(answer)
-                    else:
-                        future.set_result(answer)
-            except Exception as error:
-                self.close()  # first: who sends holds the lock, perhaps for as long as nobody reads
-                self._fail(LinkBroken(f"{type(error).__name__}: {error}"))
+    def _read_some(self, answer: Reply[Any], seconds: float) -> bool:
+        """Reads what is there, and waits for more where that is not all; returns whether to go on."""
+        if self._amid:  # a signal handler waits for what it has interrupted
+            answer.settle(LinkBroken("a signal handler has asked for it amid an answer"))
+            return False
+        try:
+            self._amid = True
+            next(self._answers)
+        except BaseException as error:
+            self._fail(LinkBroken(f"{type(error).__name__}: {error}"))
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._amid = False
+        if answer.has_come:
+            return False
+        coming = select.poll()  # of this call: a signal handler may wait, too
+        coming.register(self._connection, select.POLLIN)
+        coming.poll(math.ceil(max(0.0, min(seconds, LOOK_SECONDS)) * 1000))
+        return seconds > 0
 
-    def _receive(self, room: Any) -> Any:
-        receive(self._connection, room)
+    def _receive_answers(self) -> Generator[None]:
+        while True:
+            values = yield from receive_head(self._receive, self.head)
+            answer = yield from self._waiting[0][1](values, self._receive)
+            self._waiting.popleft()[0].settle(answer)
+            yield
+
+    def _receive(self, room: Any) -> Arrival[Any]:
+        yield from receive(self._connection, room)
         self._carried.add(memoryview(room).nbytes)
         return room
 
+    def _read_ahead(self) -> None:
+        for answer in iter(self._ahead.get, None):
+            self.read_until(answer, None)
+
     def _fail(self, error: Exception) -> None:
+        with suppress(OSError):  # first: who sends holds the lock, perhaps for as long as nobody reads
+            self._connection.shutdown(socket.SHUT_RDWR)
         with self._lock:
-            self.broken = error
+            self._broken = self._broken or error
             waiting, self._waiting = self._waiting, deque()
-        while waiting:  # the thread that listens may take one out
-            waiting.popleft()[0].set_exception(error)
+            while waiting:
+                waiting.popleft()[0].settle(error)
+            self._ahead.put(None)
+            if self._reading.acquire(blocking=False):  # who reads now hears of it, and comes here
+                self._connection.close()
+                self._reading.release()
 
 
 L = TypeVar("L", bound=Link)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, Final
 
-from torchreplay.ray.wire.connection import HELLO, Address, Receive, receive, receive_head, send, set_up
+from torchreplay.ray.wire.connection import HELLO, Address, Fill, receive, receive_head, send, set_up, whole
 
 HELLO_SECONDS: Final = 5
 """Seconds within which who connects must have said the secret."""
@@ -43,7 +43,7 @@ class Server(ABC):
         threading.Thread(target=self._accept, name="torchreplay-listen", daemon=True).start()
 
     @abstractmethod
-    def answer(self, values: list[Any], fill: Receive) -> Iterable[Any]:
+    def answer(self, values: list[Any], fill: Fill) -> Iterable[Any]:
         """Returns the parts of the answer to a request that begins so; `fill` brings what else belongs to it.
 
         Raises:
@@ -75,9 +75,9 @@ class Server(ABC):
                 known = self._is_known(connection)
             finally:
                 self._strangers.release()
-            fill = partial(receive, connection)
+            come = partial(receive, connection, flags=0)
             while known:
-                send(connection, *self.answer(receive_head(fill, self.request), fill))
+                send(connection, *self.answer(whole(receive_head(come, self.request)), lambda room: whole(come(room))))
 
     def _is_known(self, connection: socket.socket) -> bool:
         """Returns whether who has connected says the secret in time."""
