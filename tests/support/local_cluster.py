@@ -77,7 +77,7 @@ class LocalCluster:
         for module in USES_RAY:
             monkeypatch.setattr(f"torchreplay.ray.{module}.import_ray", lambda: self)
         monkeypatch.setattr("torchreplay.ray.sharded.shard_client.ray_node", lambda: self.here)
-        monkeypatch.setattr("torchreplay.ray.wire.link.Way.link", lambda self: None)
+        monkeypatch.setattr("torchreplay.ray.wire.way.Way.link", lambda self: None)
 
     def nodes(self):
         return [{"NodeID": node, "Alive": True, "Resources": has} for node, has in self.alive.items()]

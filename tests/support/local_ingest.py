@@ -127,7 +127,7 @@ def ray_of_this_process(monkeypatch):
         get_runtime_context=lambda: SimpleNamespace(current_actor=None),
         util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"),
     )
-    for module in ("remote.row_sender", "remote.ingest_actor", "runtime.actor_client", "wire.link"):
+    for module in ("remote.row_sender", "remote.ingest_actor", "runtime.actor_client", "wire.way"):
         monkeypatch.setattr(f"torchreplay.ray.{module}.import_ray", lambda: ray)
 
 

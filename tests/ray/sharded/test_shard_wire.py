@@ -20,7 +20,8 @@ from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.ray.sharded.shard_wire import ANSWER, REQUEST, ShardLink, ShardServer
 from torchreplay.ray.wire import server
 from torchreplay.ray.wire.connection import HELLO, MARK, Address
-from torchreplay.ray.wire.link import LinkBroken, Way
+from torchreplay.ray.wire.link import LinkBroken
+from torchreplay.ray.wire.way import Way
 from torchreplay.schema.config import Config
 
 RAGGED = {**SPEC, "tokens": tr.Ragged("int32")}

@@ -21,7 +21,7 @@ from torchreplay.ray.remote.row_wire import Answer, Chunk, RowLink
 from torchreplay.ray.remote.send_buffer import Delay, Request, SendBuffer, WriterState
 from torchreplay.ray.runtime.actor_client import NodeActor
 from torchreplay.ray.runtime.session import import_ray, logger
-from torchreplay.ray.wire.link import Way
+from torchreplay.ray.wire.way import Way
 from torchreplay.schema.config import Config
 from torchreplay.segment.waits import SLICE_NS, Wait
 

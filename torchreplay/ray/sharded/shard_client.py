@@ -27,7 +27,7 @@ from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport
 from torchreplay.ray.sharded.shard_table import LostShard, ShardEntry, ShardTable
 from torchreplay.ray.sharded.shard_wire import ShardLink
 from torchreplay.ray.wire.connection import Carried
-from torchreplay.ray.wire.link import Way
+from torchreplay.ray.wire.way import Way
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.limiters import Limiter, MinSize
 from torchreplay.segment.ray_node import ray_node

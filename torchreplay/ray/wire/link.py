@@ -1,4 +1,4 @@
-"""`Link`: a process's own connection to a server on another node. `Way`: what makes it, and makes it anew."""
+"""`Link`: a process's own connection to a server on another node."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, ClassVar, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
-from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.ray.wire.connection import (
     HELLO,
     Address,
@@ -34,17 +32,8 @@ from torchreplay.ray.wire.connection import (
 CONNECT_SECONDS: Final = 2.0
 """Seconds within which a server must be reached."""
 
-LOCATE_SECONDS: Final = 0.2
-"""Seconds for which an address is waited for; after that its actor is called through Ray until it has come."""
-
 GIVE_UP_SECONDS: Final = 30.0
 """Seconds after which a connection counts as broken that carries nothing."""
-
-AGAIN_SECONDS: Final = 10.0
-"""Seconds after which a connection that could not be made is tried again, where there was one."""
-
-BROKEN_SECONDS: Final = 1.0
-"""Seconds after which a connection that broke is made anew."""
 
 
 LOOK_SECONDS: Final = 0.02
@@ -246,62 +235,3 @@ class Link:
             if self._reading.acquire(blocking=False):  # who reads now hears of it, and comes here
                 self._connection.close()
                 self._reading.release()
-
-
-L = TypeVar("L", bound=Link)
-
-
-class Way(Generic[L]):
-    """The way to one server: a connection, made when it is needed, and anew when it broke.
-
-    Args:
-        kind: Of the connection.
-        called: What the warning calls the server that says that none can be made.
-        locate: Calls its actor through Ray for its address.
-        carried: See `Link`.
-    """
-
-    def __init__(self, kind: type[L], called: str, locate: Callable[[], Any], carried: Carried | None = None) -> None:
-        self._ray, self._kind, self._called, self._locate = import_ray(), kind, called, locate
-        self._carried = carried or Carried()
-        self._link: L | None = None
-        self._end: Callable[[], object] = bool  # ends the connection, also with this object: its thread holds it
-        self._located: Any = None  # the call for an address that is under way
-        self._not_before = 0.0  # monotonic time of the next try
-        self._reached = False  # whether there was a connection
-        self._lock = threading.RLock()
-
-    def link(self) -> L | None:
-        """Returns the connection; None: call the actor through Ray."""
-        with self._lock:
-            link = self._link
-            if link is not None and link.broken is None:
-                return None if link.halfway else link
-            if link is not None:  # whether the server is gone a call through Ray finds out first
-                self.close()
-                self._not_before = time.monotonic() + BROKEN_SECONDS
-            if time.monotonic() < self._not_before:
-                return None
-            try:
-                call, patience = self._located or self._locate(), 0.0 if self._located else LOCATE_SECONDS
-                self._located = None
-                if not self._ray.wait([call], timeout=patience)[0]:
-                    self._located = call
-                    return None
-                link = self._link = self._kind(self._ray.get(call), self._carried)
-                self._end = end = weakref.finalize(self, link.close)
-                end.atexit, self._reached = False, True
-                return link
-            except (self._ray.exceptions.RayTaskError, OSError) as error:  # one that never could be is not tried again
-                self._not_before = time.monotonic() + AGAIN_SECONDS if self._reached else math.inf
-                if not self._reached:
-                    text = "%s is called through Ray, which is slower: no connection can be made to it (%s)"
-                    logger.warning(text, self._called, str(getattr(error, "cause", error)))
-            except self._ray.exceptions.RayError:  # whether it is gone, or is started again, the next call finds out
-                self._not_before = time.monotonic() + BROKEN_SECONDS
-            return None
-
-    def close(self) -> None:
-        """Ends the connection."""
-        self._end()
-        self._link = None
