@@ -109,6 +109,7 @@ class Link:
         self._broken: Exception | None = None
         self._waiting: deque[tuple[Reply[Any], Read]] = deque()
         self._lock, self._reading = threading.RLock(), threading.RLock()  # of who sends, and of who reads
+        self._news = threading.Condition()
         self._sender = self._reader = 0  # the threads that send a request and read answers now
         self._answers, self._amid = self._receive_answers(), False
         self._ahead: queue.SimpleQueue[Reply[Any] | None] = queue.SimpleQueue()  # for the thread to read
@@ -174,9 +175,11 @@ class Link:
                 finally:
                     self._reader = before
                     self._reading.release()
-            else:  # who reads now may leave before this answer comes
-                with suppress(TimeoutError):
-                    Future.exception(answer, max(0.0, min(until - time.monotonic(), LOOK_SECONDS)))
+                    self._tell()
+            else:
+                with self._news:
+                    if self._reader and not answer.has_come:
+                        self._news.wait(max(0.0, min(until - time.monotonic(), LOOK_SECONDS)))
             if time.monotonic() >= until:
                 break
         return None if timeout is None else max(0.0, until - time.monotonic())
@@ -207,11 +210,17 @@ class Link:
         coming.poll(math.ceil(max(0.0, min(seconds, LOOK_SECONDS)) * 1000))
         return seconds > 0
 
+    def _tell(self) -> None:
+        """Wakes those who wait for another to read: an answer has come, or nobody reads any more."""
+        with self._news:
+            self._news.notify_all()
+
     def _receive_answers(self) -> Generator[None]:
         while True:
             values = yield from receive_head(self._receive, self.head)
             answer = yield from self._waiting[0][1](values, self._receive)
             self._waiting.popleft()[0].settle(answer)
+            self._tell()
             yield
 
     def _receive(self, room: Any) -> Arrival[Any]:
@@ -231,6 +240,7 @@ class Link:
             waiting, self._waiting = self._waiting, deque()
             while waiting:
                 waiting.popleft()[0].settle(error)
+            self._tell()
             self._ahead.put(None)
             if self._reading.acquire(blocking=False):  # who reads now hears of it, and comes here
                 self._connection.close()
