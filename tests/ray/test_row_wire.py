@@ -21,7 +21,7 @@ from torchreplay.ray.remote.row_sender import RowSender
 from torchreplay.ray.remote.row_wire import ANSWER, PUSH, RowLink
 from torchreplay.ray.remote.send_buffer import SendBuffer
 from torchreplay.ray.sharded.remote_shard import RemoteShard
-from torchreplay.ray.wire import link as links
+from torchreplay.ray.wire import way
 from torchreplay.ray.wire.connection import HELLO, MARK, Address
 from torchreplay.ray.wire.link import LinkBroken
 
@@ -79,7 +79,7 @@ def numbers(buffer):
 def test_connections_that_are_cut_in_mid_chunk_lose_and_double_nothing(serve, monkeypatch, seed):
     """In either direction, after any number of bytes: of the hello, of a head, of a block, of an answer."""
     chance = random.Random(seed)
-    for module, name in ((links, "BROKEN_SECONDS"), (links, "AGAIN_SECONDS"), (row_sender, "PAUSE")):
+    for module, name in ((way, "BROKEN_SECONDS"), (way, "AGAIN_SECONDS"), (row_sender, "PAUSE")):
         monkeypatch.setattr(module, name, 0.0)
     monkeypatch.setattr(send_buffer, "CHUNK_ROWS", 64)
     buffer = tr.ReplayBuffer(SPEC, 10_000)
@@ -96,7 +96,7 @@ def test_connections_that_are_cut_in_mid_chunk_lose_and_double_nothing(serve, mo
 
 
 def test_episodes_go_on_over_a_connection_that_is_cut(serve, monkeypatch):
-    for module, name in ((links, "BROKEN_SECONDS"), (row_sender, "PAUSE")):
+    for module, name in ((way, "BROKEN_SECONDS"), (row_sender, "PAUSE")):
         monkeypatch.setattr(module, name, 0.0)
     monkeypatch.setattr(send_buffer, "CHUNK_ROWS", 64)
     view = tr.Transitions(n_step=2, gamma=1.0)

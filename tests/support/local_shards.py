@@ -59,7 +59,7 @@ class LocalShards:
     def buffer(self, number):
         return self.shards[number]._buffer
 
-    def order(self, candidates, layout=None, room=None):
+    def order(self, candidates, layout=None, room=None, ahead=False):
         answers = {}
         for number, count in candidates.items():
             self.before_draw(number, self.buffer(number))

@@ -36,6 +36,9 @@ GIVE_UP_SECONDS: Final = 30.0
 """Seconds after which a connection counts as broken that carries nothing."""
 
 
+IDLE_SECONDS: Final = 0.2
+"""Seconds after which the thread that reads ends, until there is something to read again."""
+
 LOOK_SECONDS: Final = 0.02
 """Seconds after which who waits looks whether another reads, or a signal handler has read what it waits for."""
 
@@ -112,7 +115,7 @@ class Link:
         self._news = threading.Condition()
         self._sender = self._reader = 0  # the threads that send a request and read answers now
         self._answers, self._amid = self._receive_answers(), False
-        self._ahead: queue.SimpleQueue[Reply[Any] | None] = queue.SimpleQueue()  # for the thread to read
+        self._ahead: queue.SimpleQueue[Reply[Any]] = queue.SimpleQueue()  # for the thread to read
         self._thread: threading.Thread | None = None
 
     @property
@@ -229,8 +232,14 @@ class Link:
         return room
 
     def _read_ahead(self) -> None:
-        for answer in iter(self._ahead.get, None):
-            self.read_until(answer, None)
+        while True:
+            with suppress(queue.Empty):
+                self.read_until(self._ahead.get(timeout=IDLE_SECONDS), None)
+                continue
+            with self._lock:
+                if self._ahead.empty():
+                    self._thread = None
+                    return
 
     def _fail(self, error: Exception) -> None:
         with suppress(OSError):  # first: who sends holds the lock, perhaps for as long as nobody reads
@@ -241,7 +250,6 @@ class Link:
             while waiting:
                 waiting.popleft()[0].settle(error)
             self._tell()
-            self._ahead.put(None)
             if self._reading.acquire(blocking=False):  # who reads now hears of it, and comes here
                 self._connection.close()
                 self._reading.release()
