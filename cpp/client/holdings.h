@@ -48,8 +48,7 @@ class Holdings {
     if (found == loops_.end()) return {};
     std::vector<int64_t> keys = std::exchange(found->second, {});
     loops_.erase(found);
-    std::erase_if(keys, [&](int64_t key) { return !contains(key); });
-    remove(keys);
+    drop(keys);
     return keys;
   }
 
@@ -75,16 +74,10 @@ class Holdings {
     return {};
   }
 
+  // They are ended by hand. Another loop may get them from now on, so they are no more in the batch of the one before.
   void remove(const std::vector<int64_t>& keys) {
-    for (const int64_t key : keys) {
-      if (!lies_here(key)) {
-        overwritten_.erase(key);
-        continue;
-      }
-      key1_[slot_of(key)] = 0;
-      count_--;
-    }
-    if (count_ == 0) order_.clear();
+    drop(keys);
+    for (auto& [loop, last] : loops_) std::erase_if(last, [&](int64_t key) { return !contains(key); });
   }
 
   // Those that were overwritten, and the others in the order in which they were got, each once. O(their number).
@@ -97,6 +90,18 @@ class Holdings {
 
  private:
   static constexpr size_t kSlack = 1 << 16;
+
+  void drop(const std::vector<int64_t>& keys) {
+    for (const int64_t key : keys) {
+      if (!lies_here(key)) {
+        overwritten_.erase(key);
+        continue;
+      }
+      key1_[slot_of(key)] = 0;
+      count_--;
+    }
+    if (count_ == 0) order_.clear();
+  }
 
   bool lies_here(int64_t key) const {
     return !key1_.empty() && key >= 0 && key1_[slot_of(key)] == static_cast<uint64_t>(key) + 1;

@@ -1,5 +1,6 @@
 """The queue: every item once, in order, held until its loop is done with it."""
 
+import contextlib
 import itertools
 import threading
 import time
@@ -79,6 +80,18 @@ def test_loops_of_two_threads_do_not_end_each_others_batches():
         thread.join()
         eventually(lambda: buffer.stats().held_items == 10)  # what a thread holds goes back when it ends
         assert values(buffer.sample(7)) == [*range(15, 20), 20, 21]
+
+
+@pytest.mark.parametrize("end", [tr.ReplayBuffer.release, tr.ReplayBuffer.commit])
+def test_what_a_loop_has_ended_by_hand_is_the_next_ones_alone(end):
+    with queue(items=20, max_draws=2) as buffer:
+        assert end(buffer, buffer.sample(4)) == 4  # both times the items come again
+        with contextlib.suppress(FloatingPointError), buffer.claim(4) as batch:
+            assert values(batch) == [0, 1, 2, 3]
+            assert values(buffer.sample(2)) == [4, 5]  # which ends what its loop had before
+            assert buffer.stats().held_items == 6
+            raise FloatingPointError
+        assert values(buffer.sample(4)) == [0, 1, 2, 3]
 
 
 def test_threads_that_give_back_what_they_draw_keep_nothing():
