@@ -376,6 +376,50 @@ def test_unfinished_episodes_that_fill_the_ring_are_named_with_a_capacity_that_d
         thread.join()
 
 
+def explore_by_writers_of_one_thread(buffer):
+    writers = [buffer.writer() for _ in range(4)]
+    for writer in writers:
+        writer.timeout = 10
+        writer.reset(obs=0)
+    for writer in itertools.cycle(writers):
+        writer.step(obs=0, action=0, reward=0.0, terminated=False, truncated=False)
+
+
+@pytest.mark.parametrize("beside_a_learner", [False, True])
+def test_unfinished_episodes_of_writers_of_one_thread_are_named_alike(beside_a_learner):
+    with queue(12, view=tr.Sequences(length=8), spec=STEPS) as buffer:
+        learner = Forked(lambda: buffer.sample(1, timeout=60)) if beside_a_learner else contextlib.nullcontext()
+        said = "unfinished episodes of 4 environments fill the 12 rows.*a capacity of at least 40"
+        with learner:
+            eventually(lambda: buffer.stats().learners == beside_a_learner)
+            with pytest.raises(tr.WouldBlockForever, match=said):
+                explore_by_writers_of_one_thread(buffer)
+
+
+def test_a_learner_that_has_written_itself_finds_unfinished_episodes_that_fill_the_ring(monkeypatch):
+    monkeypatch.setattr(jams, "RETURN_GRACE", 0.1)
+    with queue(12, view=tr.Sequences(length=8), spec=STEPS) as buffer:
+        over = np.arange(8) == 7
+        buffer.extend(
+            obs=np.arange(9), action=np.arange(8), reward=np.zeros(8), terminated=over, truncated=np.zeros(8, bool)
+        )
+        buffer.sample(1)
+
+        def write():
+            obs, flags = np.zeros(4, "int64"), np.zeros(4, bool)
+            with contextlib.suppress(tr.Stopped), buffer.writer(num_envs=4) as writer:
+                writer.reset(obs=obs)
+                while True:
+                    writer.step(obs=obs, action=obs, reward=obs, terminated=flags, truncated=flags)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        with pytest.raises(tr.WouldBlockForever, match="a capacity of at least 40"):
+            buffer.sample(1, timeout=10)
+        buffer.stop()
+        thread.join()
+
+
 @pytest.mark.parametrize("first", ["writer", "learner"])
 @pytest.mark.parametrize(("asked", "capacity"), [(1, 4 * (9 + 1)), (6, 4 * (9 + 1) + 2 * 8)])
 def test_a_jam_names_the_same_capacity_whoever_finds_it(first, asked, capacity, monkeypatch):

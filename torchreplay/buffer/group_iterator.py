@@ -86,10 +86,9 @@ class GroupIterator(QueueIterator):
         counts.dropped += dropped
         counts.dropped_items += items
         if batch is None:
-            if told[0] == "wait":
-                _, inserted, needed, drawable, _ = told
-                self._jam.check(drawable + needed - inserted, self._loop)  # as many may be there, in unfinished groups
-            return told
+            _, inserted, needed, drawable, _ = told
+            missing = drawable + needed - inserted  # as many may be there, in unfinished groups
+            return self._jam.looked_at(told, missing, self._loop)
         self._is_end = False  # writers may have come since
         counts.given += len(sizes)
         counts.incomplete += int((sizes < groups.size).sum())

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchreplay import _C
-    from torchreplay._C import QueueState
+    from torchreplay._C import QueueState, Shortage
     from torchreplay.schema.config import Config
 
 PUBLISH_GRACE = 60.0
@@ -53,6 +53,12 @@ def writers_of(state: QueueState, most: int = 8) -> str:
     pids = sorted(set(state["writers"]))
     names = ["of this process" if pid == os.getpid() else f"of {named(pid)}" for pid in pids[:most]]
     return ", ".join(names + ([f"and of {len(pids) - most:,} more processes"] if len(pids) > most else []))
+
+
+def writers_of_this_thread(segment: _C.Segment) -> int:
+    """Returns how many writers the calling thread has: as long as it waits, none of them goes on."""
+    census = segment.census(threading.active_count() > 1)
+    return census["writers"] - census["others_writing"]
 
 
 def kept_by(need: int, pid: int) -> str:
@@ -183,7 +189,7 @@ class WriterJam(Jam):
         """Looks at the queue, a few times a second.
 
         Args:
-            others: Writers that wait for room elsewhere than in the native core.
+            others: Writers that cannot go on either, and do not wait in the native core: such as those of this thread.
 
         Raises:
             WouldBlockForever: All writers wait for room, nothing can be drawn, and nobody holds anything.
@@ -191,10 +197,11 @@ class WriterJam(Jam):
         now = time.monotonic()
         if now - self._since < IN_VAIN / 4:
             return
-        self._since = now
         state = queue_state(self._segment)
         if state is None:
             return
+        alone = others + 1 >= len(state["writers"])
+        self._since = 0.0 if alone else now  # nobody else moves, so the next look tells
         key = state["head"], state["needed_key"]
         stuck = (
             state["need"] == Need.UNFINISHED
@@ -236,6 +243,19 @@ class LearnerJam(Jam):
     def __init__(self, segment: _C.Segment, config: Config, for_others: bool = False) -> None:
         super().__init__(segment, config)
         self._for_others = for_others
+        self._head = -1  # at the last look
+        self._stands = False
+
+    def looked_at(self, shortage: Shortage, at_least: int, loop: int) -> Shortage:
+        """Checks where items are missing, as `check` does. Returns what the native core gave instead of a batch.
+
+        A full queue goes round the rows that it keeps. So its ring may have turned without completing an item, and its
+        writers now wait for room: then it is not in vain to wait, or that is found here.
+        """
+        if shortage[0] not in ("wait", "barren"):
+            return shortage
+        self.check(at_least, loop)
+        return ("wait", *shortage[1:]) if self._stands else shortage
 
     def check(self, at_least: int, loop: int) -> None:
         """Looks at the queue.
@@ -252,13 +272,16 @@ class LearnerJam(Jam):
             return
         if state["admits"]:
             self._check_admission(state, at_least, loop)
+        self._stands = state["need"] != Need.NONE and state["head"] == self._head
+        self._head = state["head"]
         if state["need"] == Need.NONE:
             self._seen = None
             return
         mine, others = self._held(state, loop)
         single = threading.active_count() == 1
         by_writers = state["need"] in (Need.UNFINISHED, Need.UNWRITTEN)
-        moves = others or (by_writers and state["waiting"] < len(state["writers"]))
+        still = state["waiting"] + writers_of_this_thread(self._segment)
+        moves = others or (by_writers and still < len(state["writers"]))
         key = _progress(state)
         if moves or key != self._seen:
             self._seen, self._since = (None if moves else key), time.monotonic()

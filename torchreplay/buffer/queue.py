@@ -41,10 +41,10 @@ def taking(sampler: LocalSampler, at_least: int, loop: int, ends: int, for_other
     def sample(n: int, beta: float, deadline: int, out: Into) -> Any:
         nonlocal jam
         result: Any = segment.sample(n, beta, deadline, out, at_least, loop, ends)
-        if result.__class__ is not ReplayBatch and result[0] == "wait":
+        if result.__class__ is not ReplayBatch:
             if jam is None:
                 jam = LearnerJam(segment, sampler.config, for_others)
-            jam.check(at_least, loop)
+            result = jam.looked_at(result, at_least, loop)
         return result
 
     return sample

@@ -89,9 +89,7 @@ class QueueIterator(PrefetchIterator):
 
     def _check_shortage(self, shortage: Any, wait: Wait) -> None:
         try:
-            if shortage[0] == "wait":
-                self._jam.check(self._at_least, self._loop)
-            super()._check_shortage(shortage, wait)
+            super()._check_shortage(self._jam.looked_at(shortage, self._at_least, self._loop), wait)
         except WouldBlockForever as error:
             self._accept_fewer(error)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
 from torchreplay import _C
 from torchreplay.buffer.admitted_items import AdmittedItems
 from torchreplay.buffer.final_observations import FinalObservations
-from torchreplay.buffer.jams import WriterJam, why_full, why_not_admitted
+from torchreplay.buffer.jams import WriterJam, why_full, why_not_admitted, writers_of_this_thread
 from torchreplay.errors import ReplayTimeout, Stopped
 from torchreplay.schema.batch_plan import Roles, names_of
 from torchreplay.schema.config import Config
@@ -210,7 +210,7 @@ class Writer(_C.Writer, Closeable):
             self._wait = Wait(self._segment, self.timeout)
         else:
             if self._jam is not None:
-                self._jam.check()
+                self._jam.check(writers_of_this_thread(self._segment) - 1)
                 advice = LARGER_QUEUE.format("ragged_bytes" if pages else "capacity")
                 self._wait.check_room(self._why_full, advice, "room in the queue", lambda: f"{self._why_full()}; ")
             else:
