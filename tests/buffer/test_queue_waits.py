@@ -196,7 +196,7 @@ def test_a_reset_does_not_wait_for_the_unfinished_episode_that_it_drops(first):
             steps_of(each, 3)
         writer.reset(obs=1)
         steps_of(writer, 3)
-        with pytest.raises(tr.WouldBlockForever, match="an unfinished episode"):
+        with pytest.raises(tr.WouldBlockForever, match="unfinished episodes of 2 environments"):
             steps_of(writer, 1)
 
 

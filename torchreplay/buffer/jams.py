@@ -108,16 +108,23 @@ def _room_for_values(config: Config, state: QueueState) -> str:
     )
 
 
-def why_short(segment: _C.Segment) -> str:
-    """Returns what else a learner has to know that waits for items, each part after "; ": who holds some, who stops."""
+def why_short(segment: _C.Segment, within_window: int | None) -> str:
+    """Returns what else a learner has to know that waits for items, each part after "; ": who holds some, who stops.
+
+    Args:
+        segment: The queue's memory.
+        within_window: Items that can be drawn, where a window holds others back; None: there is no window.
+    """
     state = queue_state(segment)
     if state is None:
         return ""
+    beyond = 0 if within_window is None else state["to_draw"] - within_window
     holders = held_by(state["holders"])
     stopped = sorted({pid for pid in state["writers"] if is_stopped(pid)})
     parts = [
         holders and f"held: {holders}",
         kept_by(state["need"], state["needed_pid"]),
+        f"{beyond:,} complete items are beyond the window, after an unfinished one" if beyond > 0 else "",
         stopped and f"of the writers: {', '.join(map(named, stopped))}",
     ]
     return "".join(f"; {part}" for part in parts if part)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 from weakref import ref
 
@@ -191,7 +192,8 @@ class LocalSampler:
             raise EpochsOver
         trouble = self.trouble(why, batch_size)
         if trouble is None:
-            wait.check_rows(inserted, needed, drawable, self._rows_held(), self.config.view.complete_when, self._remark)
+            remark = partial(self._remark, drawable)
+            wait.check_rows(inserted, needed, drawable, self._rows_held(), self.config.view.complete_when, remark)
         elif why == "barren":
             wait.check_turns(trouble)
         else:
@@ -203,10 +205,11 @@ class LocalSampler:
             return self.segment.refresh(0, True)
         return None
 
-    def _remark(self) -> str:
+    def _remark(self, drawable: int) -> str:
         """Returns what else there is to say where items are missing: of a queue, who holds some."""
-        if isinstance(self.config.sampler, Fifo):
-            return why_short(self.segment) + self._expired()
+        sampler = self.config.sampler
+        if isinstance(sampler, Fifo):
+            return why_short(self.segment, None if sampler.window is None else drawable) + self._expired()
         return self._small_ring() + self._leaving() + self._expired()
 
     def _small_ring(self) -> str:
