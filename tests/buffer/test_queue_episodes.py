@@ -1,15 +1,18 @@
 """Queues whose items have several rows, or whose rows are kept while the ring turns."""
 
+import contextlib
 import threading
 
 import numpy as np
 import pytest
 import torch
+from forked import eventually
 from small_queues import STEPS, queue, step, values
 from torch.utils.data import DataLoader
 from worker_errors import raised_by_worker
 
 import torchreplay as tr
+from torchreplay.buffer import jams
 
 VIEWS = {
     "one step": tr.Transitions(),
@@ -78,6 +81,32 @@ def test_a_window_bounds_how_far_others_overtake():
             buffer.sample(1)
         slow.step(obs=1, action=77, reward=0.0, terminated=True, truncated=False)
         assert len(buffer.sample(50, at_least=1)["key"]) > 20
+
+
+def test_a_ring_that_is_full_behind_a_window_is_found(monkeypatch):
+    monkeypatch.setattr(jams, "RETURN_GRACE", 0.1)
+    with queue(20, view=tr.Transitions(), spec=STEPS, window=0.5) as buffer:
+
+        def explore_slowly():
+            with contextlib.suppress(tr.Stopped), buffer.writer() as writer:
+                writer.reset(obs=0)
+                eventually(lambda: buffer.next_key == 20)
+                step(writer, 0)
+
+        def explore():
+            with contextlib.suppress(tr.Stopped), buffer.writer() as writer:
+                eventually(lambda: buffer.next_key == 1)
+                episodes(writer, 100, 3)
+
+        threads = [threading.Thread(target=body) for body in (explore_slowly, explore)]
+        for thread in threads:
+            thread.start()
+        said = "12 items are asked for, 14 are complete.*beyond the window of 0.5 wait.*leave window out"
+        with buffer.expect_writers(), pytest.raises(tr.WouldBlockForever, match=said):
+            buffer.sample(12, timeout=20)
+        buffer.stop()
+        for thread in threads:
+            thread.join()
 
 
 @pytest.mark.parametrize("how", ["reset", "close"])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchreplay.errors import ReplayTimeout, WouldBlockForever
 from torchreplay.schema.limiters import from_native
+from torchreplay.schema.samplers import Fifo
 from torchreplay.segment.process_state import is_stopped, named
 from torchreplay.segment.waits import IN_VAIN, RETURN_GRACE
 
@@ -250,6 +251,8 @@ class LearnerJam(Jam):
     def __init__(self, segment: _C.Segment, config: Config, for_others: bool = False) -> None:
         super().__init__(segment, config)
         self._for_others = for_others
+        sampler = config.sampler
+        self._window = sampler.window if isinstance(sampler, Fifo) else None
         self._head = -1  # at the last look
         self._stands = False
 
@@ -299,15 +302,18 @@ class LearnerJam(Jam):
         state = queue_state(self._segment, True)
         if state is None or _progress(state) != key:
             return
-        advice = self._advice(mine)
+        advice, window = self._advice(mine), self._window
+        if window is not None and state["to_draw"] >= at_least:
+            advice = f"items beyond the window of {window:g} wait for the unfinished one; leave window out"
         if state["need"] == Need.UNFINISHED:
             advice = f"an unfinished episode keeps its place, and its writer has no room to go on; {advice}"
+        there = "can be drawn" if window is None else "are complete"
         size = f"{self._config.capacity:,} rows' items"
         if state["lacks_pages"]:
             size = f"items that the {self._config.ragged_bytes:,} ragged_bytes have"
         raise WouldBlockForever(
             f"sample() of {self._config.called} would wait for ever: the queue is full, and its writers wait for room. "
-            f"{at_least:,} items are asked for, {state['to_draw']:,} can be drawn, and this process holds {mine:,} of "
+            f"{at_least:,} items are asked for, {state['to_draw']:,} {there}, and this process holds {mine:,} of "
             f"the {size}; {advice}, or choose {advised_size(self._config, state)}"
         )
 
