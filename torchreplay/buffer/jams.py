@@ -209,7 +209,7 @@ class WriterJam(Jam):
         if state is None:
             return
         alone = others + 1 >= len(state["writers"])
-        self._since = 0.0 if alone else now  # nobody else moves, so the next look tells
+        self._since = 0.0 if alone else now  # nobody else moves: the next look is enough
         key = state["head"], state["needed_key"]
         stuck = (
             state["need"] == Need.UNFINISHED
@@ -259,8 +259,8 @@ class LearnerJam(Jam):
     def looked_at(self, shortage: Shortage, at_least: int, loop: int) -> Shortage:
         """Checks where items are missing, as `check` does. Returns what the native core gave instead of a batch.
 
-        A full queue goes round the rows that it keeps. So its ring may have turned without completing an item, and its
-        writers now wait for room: then it is not in vain to wait, or that is found here.
+        A full queue goes round the rows that it keeps. So its ring may turn without completing an item until its writers
+        wait for room. Then they may go on, or this look finds that they cannot.
         """
         if shortage[0] not in ("wait", "barren"):
             return shortage
