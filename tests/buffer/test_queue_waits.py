@@ -174,11 +174,12 @@ def test_a_learner_that_waits_within_its_own_claim_is_told_that_nobody_else_coul
             writer.kill()
 
 
-def test_a_timeout_is_a_number_or_none():
-    with queue(items=20) as buffer:
-        for bad in (-1, float("nan")):
+def test_a_timeout_is_a_number_or_none_as_soon_as_it_is_given():
+    with queue() as buffer, buffer.writer() as writer:
+        for bad in (-1, float("nan"), True, "soon"):
             with pytest.raises(ValueError, match="timeout"):
-                impatient(buffer, bad).append(x=1)
+                writer.timeout = bad
+        assert writer.timeout is None
 
 
 def steps_of(writer, number):

@@ -259,8 +259,8 @@ class LearnerJam(Jam):
     def looked_at(self, shortage: Shortage, at_least: int, loop: int) -> Shortage:
         """Checks where items are missing, as `check` does. Returns what the native core gave instead of a batch.
 
-        A full queue goes round the rows that it keeps. So its ring may turn without completing an item until its writers
-        wait for room. Then they may go on, or this look finds that they cannot.
+        A full queue goes round the rows that it keeps. So its ring may turn without completing an item, until its
+        writers wait for room. Then they may go on, or this look finds that they cannot.
         """
         if shortage[0] not in ("wait", "barren"):
             return shortage

@@ -42,11 +42,6 @@ class Writer(_C.Writer, Closeable):
     Under a view that links rows, the episodes under way belong to the thread that wrote them: `step` of another thread
     is a `ValueError`. That one may begin new episodes by `reset`.
 
-    Attributes:
-        timeout: Seconds that a call may wait for the limiter, or for room in a queue, at a time. After that it raises
-            `ReplayTimeout`, which says what for. Then a call of one row has written none, and may be repeated. None,
-            the default: as long as somebody is there to draw.
-
     Example:
         >>> flag = tr.Field((), torch.bool)
         >>> spec = {"obs": tr.Field(3), "reward": tr.Field(), "terminated": flag, "truncated": flag}
@@ -71,8 +66,26 @@ class Writer(_C.Writer, Closeable):
         self._num_envs = num_envs
         self._audience = Audience(segment)
         self._jam = WriterJam(segment, config) if isinstance(config.sampler, Fifo) else None
-        self.timeout: float | None = None
+        self._timeout: float | None = None
         open_writers.add(self)
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that a call may wait for the limiter, or for room in a queue, at a time.
+
+        After that it raises `ReplayTimeout`, which says what for. Then a call of one row has written none, and may be
+        repeated. None, the default: as long as somebody is there to draw.
+
+        Example:
+            >>> writer.timeout = 60
+            >>> writer.timeout
+            60.0
+        """
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float | None) -> None:
+        self._timeout = checked_timeout(seconds)
 
     @property
     def policy_version(self) -> int:
