@@ -77,6 +77,23 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
     ("ray", "batches of 512"): (Aim(3, over="Ray actor"),),
     ("ray", "rows, two explorers of a pool"): (Aim(0.9, over="plain processes"),),
     ("shards", "batches of 512, two nodes"): (Aim(0.8, over="a buffer each"),),
+    **{
+        ("shards", f"{size}, one node: {way}{feedback}"): (Aim(1 / 1.3, over="ReplayBuffer"),)
+        for size in ("small rows, 256", "Atari rows, 64")
+        for way in ("sample", "prefetch=2")
+        for feedback in ("", ", feedback")
+    },
+    **{
+        ("shards", f"Atari rows, 64, two nodes: prefetch=2{feedback}"): (Aim(4 * 107.0), Aim(0.5, over="plain TCP"))
+        for feedback in ("", ", feedback")
+    },
+    ("shards", "small rows, 256, three nodes: prefetch=2"): (Aim(1000.0),),
+    ("shards", "small rows, 256, three nodes: prefetch=2, feedback"): (Aim(800.0),),
+    **{("shards", f"{size}, three nodes: waits"): (Aim(2.0),) for size in ("small rows, 256", "Atari rows, 64")},
+    **{
+        ("shards", f"a limiter of all nodes, two learners, 64: {way}"): (Aim(5000.0),)
+        for way in ("sample", "prefetch=2")
+    },
     ("ray", "sample + update 512 of 1,000,000"): (Aim(100, over="RLlib"),),
     ("remote", "small rows"): (Aim(1e6), Aim(0.5, over="plain TCP")),
     ("remote", "Atari rows"): (Aim(0.5, over="plain TCP"), Aim(0.5, over="object store")),

@@ -275,7 +275,7 @@ def _is_installed(name: str) -> bool:
 
 
 @contextmanager
-def _asking(kind: Any) -> Iterator[Ask]:
+def asking(kind: Any) -> Iterator[Ask]:
     """Gives what asks a candidate's other process, once that answers."""
     port, server = _free_port(), None
     if kind.serve is not None:
@@ -319,7 +319,7 @@ def main() -> None:
     figures: dict[str, dict[str, list[float]]] = {size: {} for size in SIZES}
     with ExitStack() as stack:
         asks = {
-            name: stack.enter_context(_asking(kind)) for name, kind in CANDIDATES.items() if _is_installed(kind.needs)
+            name: stack.enter_context(asking(kind)) for name, kind in CANDIDATES.items() if _is_installed(kind.needs)
         }
         for _ in range(options.rounds):
             for size, nbytes in SIZES.items():

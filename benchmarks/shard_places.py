@@ -1,0 +1,191 @@
+"""One learner, and shards on its node and on others: ``python -m benchmarks.shard_places``, a process of its own.
+
+The nodes are Ray's, on this machine. In each round of a line all candidates take turns. Where the only shard is on the
+learner's node, a `ReplayBuffer` of as many rows stands beside it. Where shards are elsewhere, as many bytes as a batch
+has come over a bare socket, and from an actor of Ray's: one batch at a time, into memory that is there. Then it measures how long a learner with steps waits for batches of three nodes. It prints one JSON object.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import torchreplay as tr
+from benchmarks.line import OURS
+from benchmarks.peers.torchreplay import row_spec
+from benchmarks.transports import Ask, Tcp, asking
+from benchmarks.workload import ATARI, SMALL, Workload
+from torchreplay.ray import ShardedReplay
+
+BUFFER, TCP, RAY = "ReplayBuffer", "plain TCP", "Ray alone"
+PLACES: Mapping[str, Sequence[int]] = {
+    "one node": (0,),
+    "two nodes": (0, 1),
+    "one node, elsewhere": (1,),
+    "three nodes": (0, 1, 2),
+}
+"""The nodes of the shards; the learner is on the first one."""
+SIZES: Mapping[str, tuple[Workload, int, int]] = {
+    "small rows, 256": (SMALL, 256, 20_000),
+    "Atari rows, 64": (ATARI, 64, 2_000),
+}
+"""What rows, how many a batch has, and how many there are in all."""
+CHUNK = 500
+STEP = 5e-3
+"""Seconds of the step of a learner that waits for its batches."""
+STORE = 2**28
+"""Bytes of each node's object store."""
+WARM_UP = 5
+"""Batches before each measurement, more than are under way."""
+
+Turn = Callable[[], object]
+"""Draws a batch, or does what stands for it."""
+
+
+class Sender:
+    """Has a batch to send."""
+
+    def batch(self, nbytes: int) -> Any:
+        """Returns it."""
+        return np.zeros(nbytes, np.uint8)
+
+
+def _fill(buffer: Any, workload: Workload, rows: int) -> None:
+    for first in range(0, rows, CHUNK):
+        buffer.extend(**workload.rows(min(CHUNK, rows - first), first))
+
+
+@contextmanager
+def _sharded(nodes: Sequence[str], workload: Workload, rows: int) -> Iterator[ShardedReplay]:
+    """Gives a buffer over these nodes, which is full."""
+    with ShardedReplay(row_spec(workload), rows, sampler=tr.Prioritized(), seed=0, nodes=nodes) as replay:
+        fill = ray.remote(_fill)
+        ray.get([fill.options(**_on(node)).remote(replay, workload, rows // len(nodes)) for node in nodes])
+        replay.sample(1, timeout=60)
+        yield replay
+
+
+def _on(node: str) -> dict[str, Any]:
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+
+
+def _turns(buffer: Any, batch_size: int) -> dict[str, Turn]:
+    """Returns the ways in which a learner draws from a buffer, without and with feedback."""
+    ahead, td = iter(tr.ReplayDataset(buffer, batch_size, prefetch=2)), torch.rand(batch_size)
+    draws: dict[str, Callable[[], tr.ReplayBatch]] = {
+        "sample": lambda: buffer.sample(batch_size),
+        "prefetch=2": lambda: next(ahead),
+    }
+    fed_back: dict[str, Turn] = {
+        f"{name}, feedback": lambda draw=draw: buffer.update_priorities(draw(), td)  # type: ignore[misc]
+        for name, draw in draws.items()
+    }
+    return {**draws, **fed_back}
+
+
+def _rate(turn: Turn, seconds: float) -> float:
+    for _ in range(WARM_UP):
+        turn()
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() < start + seconds:
+        turn()
+        count += 1
+    return count / (time.perf_counter() - start)
+
+
+def _beside(sender: Any, ask: Ask, nbytes: int) -> dict[str, Turn]:
+    """Returns what brings as many bytes from another node, and does nothing else."""
+    room = np.empty(nbytes, np.uint8)
+    return {
+        TCP: lambda: ask(room.data),
+        RAY: lambda: np.copyto(room, ray.get(sender.batch.remote(nbytes))),
+    }
+
+
+def _waits(replay: ShardedReplay, batch_size: int, seconds: float) -> float:
+    """Returns the percentage of its time that a learner asks for batches, and gives TD errors back."""
+    batches, td, waited = iter(tr.ReplayDataset(replay, batch_size, prefetch=2)), torch.rand(batch_size), 0.0
+    for _ in range(WARM_UP):
+        next(batches)
+        time.sleep(STEP)
+    start = time.perf_counter()
+    while (before := time.perf_counter()) < start + seconds:
+        batch = next(batches)
+        given = time.perf_counter()
+        time.sleep(STEP)  # as if a device computed: the cores here are those of three nodes
+        done = time.perf_counter()
+        replay.update_priorities(batch, td)
+        waited += given - before + time.perf_counter() - done
+    return 100 * waited / (time.perf_counter() - start)
+
+
+def _measure(nodes: Sequence[str], options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """Returns the samples of each line, by candidate."""
+    figures: dict[str, dict[str, list[float]]] = {}
+    sender = ray.remote(Sender).options(**_on(nodes[1])).remote()
+
+    def note(line: str, turns: Mapping[str, Turn]) -> None:
+        for candidate, turn in turns.items():
+            figures.setdefault(line, {}).setdefault(candidate, []).append(_rate(turn, options.seconds))
+
+    with asking(Tcp) as ask:
+        for place, which in PLACES.items():
+            for size, (workload, batch_size, rows) in SIZES.items():
+                with ExitStack() as stack:
+                    replay = stack.enter_context(_sharded([nodes[at] for at in which], workload, rows))
+                    ways, others, locals_ = _turns(replay, batch_size), {}, {}
+                    if which == (0,):
+                        buffer = tr.ReplayBuffer(row_spec(workload), rows, sampler=tr.Prioritized(), seed=0)
+                        stack.callback(buffer.close)
+                        _fill(buffer, workload, rows)
+                        locals_ = _turns(buffer, batch_size)
+                    else:
+                        others = _beside(sender, ask, batch_size * workload.row_bytes)
+                    for _ in range(options.rounds):
+                        # The same bytes, however they are asked for: once in a round.
+                        once = {name: _rate(turn, options.seconds) for name, turn in others.items()}
+                        for way, turn in ways.items():
+                            line = f"{size}, {place}: {way}"
+                            note(line, {OURS: turn, **({BUFFER: locals_[way]} if locals_ else {})})
+                            for name, rate in once.items():
+                                figures[line].setdefault(name, []).append(rate)
+                        if len(which) == len(nodes):
+                            waited = _waits(replay, batch_size, 2 * options.seconds)
+                            figures.setdefault(f"{size}, {place}: waits", {}).setdefault(OURS, []).append(waited)
+                    del ways, locals_  # and the batches under way
+    return figures
+
+
+def main() -> None:
+    """Measures, and prints the figures."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.shard_places", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.25)
+    options = parser.parse_args()
+    cluster = Cluster(shutdown_at_exit=True)
+    # Otherwise whatever else runs on the machine comes before Ray's processes.
+    settings: list[dict[str, Any]] = [{"_system_config": {"worker_niceness": 0}}, {}, {}]
+    nodes = [
+        cluster.add_node(num_cpus=2, object_store_memory=STORE, include_dashboard=False, **setting)
+        for setting in settings
+    ]
+    ray.init(address=cluster.address, log_to_driver=False)
+    ids = [node.node_id for node in nodes]
+    if ids[0] != ray.get_runtime_context().get_node_id():
+        raise RuntimeError("the learner is not on the first node, on which it counts as being")
+    figures = _measure(ids, options)
+    ray.shutdown()
+    cluster.shutdown()  # type: ignore[no-untyped-call]
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
