@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 import numpy as np
 import torch
 
+from torchreplay.buffer.last_items import LastItems
 from torchreplay.buffer.notices import warn_of_budget
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.schema.batch import ReplayBatch
@@ -121,7 +122,7 @@ class StreamSpec:
         return None if self.staging is None else self.staging.place()
 
 
-class BatchSource(ABC):
+class BatchSource(LastItems, ABC):
     """What a `Replay` draws with: what datasets use, and users do not see.
 
     Attributes:
@@ -173,10 +174,7 @@ class BatchSource(ABC):
         """
         raise RuntimeError("shards keep no epochs")
 
-    def note_items(self, batch: ReplayBatch) -> None:  # noqa: B027  # shards do not ask
-        """Keeps in mind which items are handed out."""
-
-    def give_back(self, *drawn: dict[str, Any]) -> None:  # noqa: B027  # nothing to do where draws are with replacement
+    def give_back(self, *drawn: dict[str, Any]) -> None:  # nothing to do where draws are with replacement
         """Says that nobody got these items, as far as the epoch under way has drawn them.
 
         Args:
@@ -203,7 +201,7 @@ class BatchSource(ABC):
         """
         return None
 
-    def end_held(self, held: Iterable[dict[str, Any]]) -> None:  # noqa: B027  # shards are no queue
+    def end_held(self, held: Iterable[dict[str, Any]]) -> None:  # shards are no queue
         """Says that a learner is done with all that `held` has returned, in any process, as far as that is not."""
 
     def go_on_from(self, held: Iterable[dict[str, Any]]) -> None:

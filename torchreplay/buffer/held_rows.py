@@ -10,7 +10,7 @@ import torch
 
 from torchreplay.buffer.episodes import episodes
 from torchreplay.buffer.inspection import StorageView, histograms
-from torchreplay.buffer.rewriting import anchors, episode_key, refuse_items, rewriting, sets_steps
+from torchreplay.buffer.rewriting import anchors, episode_key, rewriting
 from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.config import Configured
 from torchreplay.schema.samplers import priorities_of
@@ -65,10 +65,7 @@ class HeldRows(Configured):
             [1.0, 2.0, 0.0, 0.0, 0.0]
         """
         checked = rewriting(self._config, self._nonce, keys, fields)
-        last = self._sampler.last_keys
-        of_items = None if last is None else last()
-        if of_items is not None and sets_steps(self._config, fields):
-            refuse_items(keys, of_items)
+        self._sampler.refuse_items(keys, fields)
         return self._segment.rewrite(*checked)
 
     def rows_of(self, batch_or_keys: ReplayBatch | Any) -> torch.Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
-from weakref import ref
 
 import numpy as np
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch import Tensor
 from torchreplay import _C
 from torchreplay.buffer.base import MAX_BATCH, EpochsOver
 from torchreplay.buffer.jams import why_short
+from torchreplay.buffer.last_items import LastItems
 from torchreplay.buffer.notices import warn_of_copies
 from torchreplay.buffer.pending_updates import PendingUpdates, require_one_each
 from torchreplay.cuda.copies import to_host
@@ -56,7 +56,7 @@ def require_all(keys: Any, batch: ReplayBatch) -> None:
         raise MissingItems(len(wanted) - len(found), len(wanted), int(wanted[first]))
 
 
-class LocalSampler:
+class LocalSampler(LastItems):
     """How one process draws from a buffer's memory, and feeds TD errors back.
 
     Args:
@@ -69,8 +69,6 @@ class LocalSampler:
         delivery_log: Of its remote writers: ours, or that of the process that the handle came from.
         pending: TD errors on their way from a device.
         ended: Whether it is closed, and was stopped before.
-        is_linked: Whether items have several rows, so that a batch's keys name anchors.
-        last_keys: Of the batch that was handed out last, where `is_linked`, while somebody has them.
     """
 
     def __init__(self, segment: _C.Segment, nonce: int, config: Config) -> None:
@@ -79,7 +77,6 @@ class LocalSampler:
         self.pending = PendingUpdates(segment.update)
         self.ended = False
         self.is_linked = config.view.roles(config.fields) is not None
-        self.last_keys: ref[Tensor] | None = None
         self._finish = config.finish
         plan = config.view.plan(config.fields)
         if plan is not None:
@@ -136,10 +133,6 @@ class LocalSampler:
         if self.is_linked:
             self.note_items(batch)
         return batch
-
-    def note_items(self, batch: ReplayBatch) -> None:
-        """Keeps in mind which items are handed out, for `last_keys`."""
-        self.last_keys = ref(batch["key"])
 
     def limits(self, budget: Mapping[str, int]) -> Limits:
         """Returns a budget that was checked, by the places of the ragged fields of a batch."""

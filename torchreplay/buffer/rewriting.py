@@ -5,9 +5,6 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import numpy as np
-import torch
-
 from torchreplay.schema.batch import keys_of
 from torchreplay.schema.config import Config
 from torchreplay.schema.spec import VERSION
@@ -56,24 +53,6 @@ def sets_steps(config: Config, fields: dict[str, Any]) -> bool:
     if roles is None:
         return False
     return any(names_field(fields, path) for at, path in enumerate(paths) if at not in roles.observation)
-
-
-def refuse_items(keys: Any, of_items: torch.Tensor) -> None:
-    """Raises ValueError where the keys given for rows are those of a batch's items: the tensor itself, or a part of it.
-
-    Equal numbers are no reason: another batch may be of the items that begin where these steps end.
-
-    Args:
-        keys: What somebody gave.
-        of_items: int64 `[B]`, of the batch.
-    """
-    is_array = isinstance(keys, np.ndarray) or (isinstance(keys, torch.Tensor) and keys.device.type == "cpu")
-    if is_array and np.may_share_memory(np.asarray(keys), of_items.numpy()):
-        raise ValueError(
-            "rewrite() got the keys of a batch's items, and values of steps: these keys name the rows of the "
-            "observations, and a step's values lie in the row behind. Give buffer.rows_of(batch)[:, 1] for the steps "
-            "taken at the anchors; nothing was changed"
-        )
 
 
 def anchors(nonce: int, batch_or_keys: Any) -> Any:

@@ -331,6 +331,7 @@ class ShardedReplay(Replay):
         """
         self._require_open()
         wanted, values, _ = rewriting(self._config, self._nonce, keys, fields)
+        self._sampler.refuse_items(keys, fields)
         issued = self._issued(wanted)
         checked = _values_of_rows(self._config, len(issued), values)
 

@@ -56,6 +56,7 @@ class ShardedSampler(BatchSource):
         self._layout = Layout(config.outputs())
         self._complete_when = config.view.complete_when
         self._finish = config.finish
+        self.is_linked = config.view.roles(config.fields) is not None
         # Nothing is called under it. So a signal handler, or the collection of a stream, in the same thread comes
         # before or after.
         self._lock = threading.RLock()
@@ -176,9 +177,7 @@ class ShardedSampler(BatchSource):
             shares = np.repeat([part.total / union.total for part in union.parts], counts)[rows]
             union.weigh(batch, shares, value_of(self._sampler.beta, self.shards.limiter.steps), self._sampler)
         batch.source = self.nonce
-        if self._finish is not None:
-            self._finish(batch)
-        return batch
+        return self.finished(batch)
 
     def pause(self, n: int, wait: Wait) -> None:
         """Called when a round brought no item: its shards could not be reached, or were emptied meanwhile.
@@ -251,9 +250,11 @@ class ShardedSampler(BatchSource):
         return self.finished(batch, finish)
 
     def finished(self, batch: ReplayBatch, finish: bool = True) -> ReplayBatch:
-        """Returns a batch with what the view computes, where `finish` says so."""
+        """Returns a batch that is handed out, with what the view computes, where `finish` says so."""
         if finish and self._finish is not None:
             self._finish(batch)
+        if self.is_linked:
+            self.note_items(batch)
         return batch
 
     def end(self, ahead: Round) -> None:
