@@ -1,8 +1,9 @@
 """One learner, and shards on its node and on others: ``python -m benchmarks.shard_places``, a process of its own.
 
-The nodes are Ray's, on this machine. In each round of a line all candidates take turns. Where the only shard is on the
-learner's node, a `ReplayBuffer` of as many rows stands beside it. Where shards are elsewhere, as many bytes as a batch
-has come over a bare socket, and from an actor of Ray's: one batch at a time, into memory that is there. Then it measures how long a learner with steps waits for batches of three nodes. It prints one JSON object.
+The nodes are Ray's, on this machine. In each round of a line all candidates take turns. Where the only shard is on
+the learner's node, a `ReplayBuffer` of as many rows stands beside it. Where shards are elsewhere, as many bytes as a
+batch has come over a bare socket, and from an actor of Ray's: one batch at a time, into memory that is there. Then it
+measures how long a learner with steps waits for batches of three nodes. It prints one JSON object.
 """
 
 import argparse
