@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from scripted_workers import ScriptedActors
 
 import torchreplay as tr
+from torchreplay.evaluation.evaluation_log import EvaluationLog
 from torchreplay.ray import Evaluation, Evaluator, EvaluatorFailed
-from torchreplay.ray.evaluation.evaluation_log import EvaluationLog
 from torchreplay.ray.workers.resources import WorkerResources
 from torchreplay.workers.worker_process import Launch
 from torchreplay.workers.worker_table import WorkerTable

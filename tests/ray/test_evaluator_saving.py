@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import torchreplay as tr
+from torchreplay.evaluation.evaluation_log import EvaluationLog
 from torchreplay.ray import Evaluator, ShardedReplay
-from torchreplay.ray.evaluation.evaluation_log import EvaluationLog
 from torchreplay.schema.config import Configured
 from torchreplay.workers.worker_process import Launch
 from torchreplay.workers.worker_table import WorkerTable

@@ -5,8 +5,8 @@ processes need none.
 """
 
 from torchreplay.errors import ReplayLost
+from torchreplay.evaluation.evaluation_log import Evaluation
 from torchreplay.explorers import ExplorerContext, ExplorersFailed
-from torchreplay.ray.evaluation.evaluation_log import Evaluation
 from torchreplay.ray.evaluation.evaluator import Evaluator, EvaluatorFailed, EvaluatorStats
 from torchreplay.ray.explorers.explorer_pool import ExplorerPool
 from torchreplay.ray.remote.remote_buffer import RemoteBuffer, RemoteWriter

@@ -1,3 +1,3 @@
 """The evaluator: a worker that runs a user's function on published weights."""
 
-__all__ = ["evaluation_log", "evaluator"]
+__all__ = ["evaluator"]

@@ -15,10 +15,10 @@ from torch import nn
 from torchreplay.buffer.base import Replay
 from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.errors import ReplayTimeout
+from torchreplay.evaluation.evaluation_log import Evaluation, EvaluationLog
+from torchreplay.evaluation.evaluator_task import Evaluate, EvaluatorTask, Results
+from torchreplay.evaluation.model_checkpoints import ModelCheckpoints
 from torchreplay.explorers.named import Fillable, OneOrNamed, named_buffers
-from torchreplay.ray.evaluation.evaluation_log import Evaluation, EvaluationLog
-from torchreplay.ray.evaluation.evaluator_task import Evaluate, EvaluatorTask, Results
-from torchreplay.ray.evaluation.model_checkpoints import ModelCheckpoints
 from torchreplay.ray.runtime.session import logger
 from torchreplay.ray.workers.placement import Placement
 from torchreplay.ray.workers.resources import BackendName, WorkerResources

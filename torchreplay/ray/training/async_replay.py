@@ -14,11 +14,11 @@ from torch import nn
 from torchreplay.buffer.base import Pin
 from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.buffer.stats import Stats
+from torchreplay.evaluation.evaluation_log import Evaluation
 from torchreplay.explorers import ExplorerPool
 from torchreplay.explorers.named import OneOrNamed, named_buffers, named_modules, named_weights
 from torchreplay.loading.dataset import ReplayDataset
 from torchreplay.loading.mixed_dataset import MixedDataset
-from torchreplay.ray.evaluation.evaluation_log import Evaluation
 from torchreplay.ray.evaluation.evaluator import Evaluator
 from torchreplay.ray.sharded.stats import ShardedStats
 from torchreplay.ray.training.throughput import Throughput, Timing

@@ -14,8 +14,8 @@ from torch import nn
 
 from torchreplay.checkpoint.directory import remove_unfinished, replace_file
 from torchreplay.errors import CheckpointError
+from torchreplay.evaluation.evaluation_log import Evaluation
 from torchreplay.explorers.named import Fillable
-from torchreplay.ray.evaluation.evaluation_log import Evaluation
 from torchreplay.segment.regular_file import open_regular
 
 BEST: Final = "best.safetensors"

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchreplay.ray.evaluation.evaluation_log import Evaluation, EvaluationLog
-from torchreplay.ray.evaluation.model_checkpoints import ModelCheckpoints, content_of
+from torchreplay.evaluation.evaluation_log import Evaluation, EvaluationLog
+from torchreplay.evaluation.model_checkpoints import ModelCheckpoints, content_of
 from torchreplay.weights.shared_weights import SharedWeights
 from torchreplay.workers.worker_process import Launch, Work
 from torchreplay.workers.worker_table import WorkerTable
