@@ -95,7 +95,7 @@ class ServedIngest:
         self.address = Method(lambda: self.locate())
         self.depart = Method(self.ingest.depart)
         self.look = Method(self.ingest.look)
-        for name in ("truncate", "admit", "limiter", "policy_version"):
+        for name in ("truncate", "admit", "ask"):
             setattr(self, name, Method(getattr(self.ingest, name)))
 
     def _push(self, source, chunk):

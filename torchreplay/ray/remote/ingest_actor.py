@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from torchreplay.buffer.jams import why_full, why_not_admitted
 from torchreplay.buffer.replay_buffer import ReplayBuffer, attached_here, local_sampler
-from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Writer
 from torchreplay.errors import AttachError, ReplayLost, Stopped
 from torchreplay.ray.remote.row_wire import Answer, Chunk, RowServer, Source, most_bytes
@@ -331,21 +330,10 @@ class Ingest:
                 writer = self._writers[number]
                 writer.heard = min(writer.heard, time.monotonic() - SILENCE + LOST)
 
-    def policy_version(self) -> int:
-        """Returns the learner's policy version."""
-        return self._buffer.policy_version
-
-    def stats(self) -> Stats:
-        """Returns the buffer's counters."""
-        return self._buffer.stats()
-
-    def limiter(self) -> Any:
-        """Returns the buffer's limiter."""
-        return self._buffer.limiter
-
-    def stop(self) -> None:
-        """Stops the buffer."""
-        self._buffer.stop()
+    def ask(self, name: str) -> Any:
+        """Returns an attribute of the buffer, or what a method of it returns."""
+        found = getattr(self._buffer, name)
+        return found() if callable(found) else found
 
     @property
     def _buffer(self) -> ReplayBuffer:

@@ -152,6 +152,8 @@ class RemoteBuffer(WritableReplay):
     _listeners: ClassVar[Sequence[Listener]] = LISTENERS
     """The participants of which one must be there, or the buffer is gone."""
 
+    _writer_kind: ClassVar = RemoteWriter
+
     def __init__(self, handle: Handle, view: View | None = None) -> None:
         self._handle = handle
         self._given_view = view
@@ -183,9 +185,9 @@ class RemoteBuffer(WritableReplay):
         if self._closed:
             raise RuntimeError("the replay buffer is closed")
 
-    def _ask(self, question: str) -> Any:
+    def _ask(self, name: str) -> Any:
         self._require_open()
-        return self._actor.ask(question)
+        return self._actor.ask("ask", name)
 
     @property
     def _config(self) -> Config:  # type: ignore[override]  # nobody sets it: connecting brings it
@@ -210,7 +212,7 @@ class RemoteBuffer(WritableReplay):
             RuntimeError: This process was forked off one of Ray's, or rows can no longer be sent from it.
         """
         streams = streams_of(envs, num_envs, autoreset)
-        writer = RemoteWriter(self._sender, self._config, *streams, self._writers)
+        writer = self._writer_kind(self._sender, self._config, *streams, self._writers)
         writer._buffer_closed = self._closed  # by another thread, before it knew this writer
         return writer
 

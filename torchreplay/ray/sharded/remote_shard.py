@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torchreplay.buffer.writer import Autoreset, streams_of
+from torchreplay.buffer.writer import Autoreset
 from torchreplay.errors import AttachError, ReplayLost
 from torchreplay.ray.remote.remote_buffer import RemoteBuffer, RemoteWriter
 from torchreplay.ray.sharded.local_shard import ShardLost
@@ -52,6 +52,7 @@ class RemoteShard(RemoteBuffer):
     """The buffer of a shard on another node."""
 
     _listeners = ("owners",)  # learners on its node may have it attached for a while after its actor has died
+    _writer_kind = RemoteShardWriter
 
     def __init__(self, entry: ShardEntry) -> None:
         super().__init__(entry.handle)
@@ -59,13 +60,10 @@ class RemoteShard(RemoteBuffer):
 
     def writer(
         self, envs: Any = None, autoreset: Autoreset | None = None, *, num_envs: int | None = None
-    ) -> RemoteShardWriter:
+    ) -> RemoteWriter:
         """Returns a writer, as `RemoteBuffer.writer` does; `ShardLost` where the shard is gone."""
-        streams = streams_of(envs, num_envs, autoreset)
         with _losses_of_a_shard():
-            writer = RemoteShardWriter(self._sender, self._config, *streams, self._writers)
-        writer._buffer_closed = self._closed  # another thread may have closed it before it knew this writer
-        return writer
+            return super().writer(envs, autoreset, num_envs=num_envs)
 
 
 class RemoteAttachment:

@@ -7,23 +7,19 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from torchreplay.buffer.base import Replay
 from torchreplay.buffer.local_sampler import MISSING, Missing, require_all
 from torchreplay.buffer.notices import warn_of_ignored
-from torchreplay.buffer.replay_buffer import ReplayBuffer
-from torchreplay.buffer.rewriting import episode_key, names_field, rewriting
 from torchreplay.buffer.writer import Autoreset
 from torchreplay.checkpoint.directory import with_description
 from torchreplay.checkpoint.joined_rows import divided
 from torchreplay.errors import CheckpointError, Stopped
+from torchreplay.ray.remote.remote_buffer import RemoteWriter
 from torchreplay.ray.sharded.coordinator_client import (
     checked_capacity,
     checked_nodes,
@@ -31,38 +27,40 @@ from torchreplay.ray.sharded.coordinator_client import (
     end,
     make_coordinator,
 )
-from torchreplay.ray.sharded.global_distribution import pack, unpack
 from torchreplay.ray.sharded.local_shard import ShardWriter
 from torchreplay.ray.sharded.manifest import Manifest
-from torchreplay.ray.sharded.remote_shard import RemoteShard, RemoteShardWriter
+from torchreplay.ray.sharded.remote_shard import RemoteShard
 from torchreplay.ray.sharded.save_restore import capacities_for, restore_shards, save_shards
 from torchreplay.ray.sharded.shard_client import ShardClient
 from torchreplay.ray.sharded.shard_feedback import ShardFeedback
+from torchreplay.ray.sharded.sharded_rows import ShardedRows
 from torchreplay.ray.sharded.sharded_sampler import ShardedSampler
-from torchreplay.ray.sharded.stats import ShardedStats, merged_histograms, summed
+from torchreplay.ray.sharded.stats import ShardedStats, summed
 from torchreplay.ray.sharded.writing import Expectation, buffer_to_write_to
 from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert
 from torchreplay.schema.samplers import Fifo, Sampler, Schedule, ignores_td, keeps_epochs
-from torchreplay.schema.spec import Field, Spec, nest
+from torchreplay.schema.spec import Spec
 from torchreplay.schema.views import View
 from torchreplay.segment.handle import new_nonce
 from torchreplay.segment.waits import Wait
 from torchreplay.validation import checked_choice, checked_int, checked_kind, checked_path
 
 
-class ShardedReplay(Replay):
+class ShardedReplay(ShardedRows, Replay):
     """A prioritized replay buffer whose rows lie on several nodes of a Ray cluster, for when one is not enough.
 
     Each node has a shard: an ordinary `ReplayBuffer` in that node's shared memory, held by an actor. Explorers write to
-    the shard of the node they run on, without a message. Learners draw from all shards at once: through shared memory
-    on their own node, over TCP from the others::
+    the shard of the node they run on, without a message::
 
         replay = ShardedReplay(spec, capacity=10_000_000, sampler=tr.Prioritized())
-        explorer.remote(replay)                    # there: with replay.writer() as w: w.append(...)
-        batch = replay.sample(512)                 # P(i) = p_i / sum of all shards' p; weights likewise
-        replay.update_priorities(batch, td)        # each TD error goes home
+        explorer.remote(replay)              # there: with replay.writer() as w: w.append(...)
+
+    Learners draw from all shards at once: through shared memory on their own node, over TCP from the others::
+
+        batch = replay.sample(512)           # P(i) = p_i / sum of all shards' p; weights likewise
+        replay.update_priorities(batch, td)  # each TD error goes home
 
     It goes to tasks and actors as an argument. `tr.ReplayDataset`, `tr.MixedDataset`, `ReplayDataModule` and
     `PriorityFeedback` take it as they take a `ReplayBuffer`.
@@ -74,11 +72,11 @@ class ShardedReplay(Replay):
 
     Args:
         spec: Names to `Field(shape, dtype)`, or to `Ragged(dtype)` for values of any length, as for `ReplayBuffer`.
-        capacity: Rows in all, divided evenly among the nodes.
+        capacity: Rows in all. They are divided evenly among the nodes.
         sampler: `Uniform()` (the default) or `Prioritized(...)`.
         view: `Rows()` (the default), `Transitions(...)`, `Sequences(...)` or `Hindsight(...)`.
-        limiter: `MinSize(n)` (the default, with n = 1) or `SamplesPerInsert(...)`, counted over all shards; can be
-            changed later. How closely it is kept: `docs/sharding_in_depth.md`.
+        limiter: `MinSize(n)` (the default, with n = 1) or `SamplesPerInsert(...)`. It counts over all shards, and can
+            be changed later. How closely it is kept: `docs/sharding_in_depth.md`.
         seed: Of the draws, 0 to 2^64 - 1. None: a random one.
         nodes: Ray's ids of the nodes that get a shard. None: all that are alive.
         name: What people call it, as for `ReplayBuffer`. Its shards are called `"NAME/0"`, `"NAME/1"` and so on.
@@ -163,7 +161,7 @@ class ShardedReplay(Replay):
 
     def writer(
         self, envs: Any = None, autoreset: Autoreset | None = None, *, num_envs: int | None = None
-    ) -> ShardWriter | RemoteShardWriter:
+    ) -> ShardWriter | RemoteWriter:
         """Returns a writer to the shard of the node that this process is on: one for each explorer thread.
 
         Its calls are those of `ReplayBuffer.writer()`, at the same cost; the keys that they return are the union's.
@@ -321,110 +319,7 @@ class ShardedReplay(Replay):
         """
         self._feedback.flush()
 
-    # Changing what is there
-
-    def rewrite(self, keys: ReplayBatch | Any, /, **fields: Any) -> int:
-        """Sets fields of rows that are there, each in its own shard, as `ReplayBuffer.rewrite` does.
-
-        All values are checked before any is sent. Rows that are lost with their shard do not count. A row that begins
-        an episode is found by its own shard: where one refuses a call for it, others may have done their part.
-        """
-        self._require_open()
-        wanted, values, _ = rewriting(self._config, self._nonce, keys, fields)
-        self._sampler.refuse_items(keys, fields)
-        issued = self._issued(wanted)
-        checked = _values_of_rows(self._config, len(issued), values)
-
-        def call(ask: Any, own: NDArray[np.int64], mine: NDArray[np.bool_]) -> Any:
-            return ask("rewrite", own, named=nest({path: values[mine] for path, values in checked.items()}))
-
-        return sum(changed for _, changed in self._shards.ask_owners(issued, call))
-
-    def rows_of(self, batch_or_keys: ReplayBatch | Any) -> torch.Tensor:
-        """Returns the keys of the rows that items consist of, as `ReplayBuffer.rows_of` does."""
-        self._require_open()
-        plan = self._config.view.plan(self._config.fields)
-        keys = self._issued(batch_or_keys)
-        rows = np.full((len(keys), 1 if plan is None else plan.steps + 1), -1, np.int64)
-        for mine, own in self._shards.ask_owners(keys, lambda ask, own, _: ask("rows_of", own)):
-            rows[mine] = np.where(own < 0, own, own + (keys[mine, None] - unpack(keys[mine, None])[1]))
-        return torch.from_numpy(rows)
-
-    def discard(self, batch_or_keys: ReplayBatch | Any) -> int:
-        """Takes items out of all draws to come, as `ReplayBuffer.discard` does.
-
-        Draws that are under way may still bring them.
-        """
-        self._require_open()
-        keys = self._issued(batch_or_keys)
-        return sum(n for _, n in self._shards.ask_owners(keys, lambda ask, own, _: ask("discard", own)))
-
-    def discard_episode(self, key: int) -> int:
-        """Takes the items of a whole episode out of all draws to come, as `ReplayBuffer.discard_episode` does."""
-        self._require_open()
-        keys = self._issued([episode_key(self._config, key)])
-        return sum(n for _, n in self._shards.ask_owners(keys, lambda ask, own, _: ask("discard_episode", int(own[0]))))
-
-    def _issued(self, batch_or_keys: ReplayBatch | Any) -> NDArray[np.int64]:
-        keys = self._feedback.checked_keys(batch_or_keys)
-        self._feedback.require_issued(keys)
-        return keys
-
-    def clear(self) -> None:
-        """Takes the rows of all shards away, for every process, as `ReplayBuffer.clear` does.
-
-        The limiter counts as that of a new buffer does. Learners hear of that as they hear of another limiter. Draws
-        that they have under way may still come, and may bring the largest priority of before back.
-
-        Raises:
-            RuntimeError: A shard is being restored.
-            ValueError: TD errors from a device are NaN or infinite, as `flush` says; nothing is cleared.
-        """
-        self._require_open()
-        self.flush()
-        self._shards.clear()
-
     # Looking into it
-
-    @property
-    def num_items(self) -> int:
-        """Items that can be drawn now: under `Rows()` all rows, under other views those that are complete."""
-        self._require_open()
-        self._shards.exchange()
-        return sum(figures.drawn.drawable for figures in self._shards.figures.values())
-
-    def keys(self, *, rows: bool = False) -> torch.Tensor:
-        """Returns the keys of the items that can be drawn now, shard by shard, each shard's oldest first. O(capacity).
-
-        Args:
-            rows: True: the keys of all rows held, those too that are the anchor of no item.
-
-        Returns:
-            int64 `[n]`. Beside explorers some of them may be gone when they are used.
-        """
-        self._require_open()
-        self._feedback.apply_arrived()
-        parts = [pack(number) + keys for number, keys in self._shards.ask_all("keys", named={"rows": rows})]
-        return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]))
-
-    def priorities(self, keys: Any) -> torch.Tensor:
-        """Returns the raw priorities |td| of items, float32 `[n]`, as `ReplayBuffer.priorities` does.
-
-        Those of items that are lost with their shard are NaN, too.
-
-        Args:
-            keys: Integer keys `[n]`, or a batch of this buffer.
-
-        Raises:
-            ValueError: As there.
-        """
-        self._require_open()
-        wanted = self._issued(keys)
-        self._feedback.flush()
-        raw = np.full(len(wanted), np.nan, np.float32)
-        for mine, priorities in self._shards.ask_owners(wanted, lambda ask, own, _: ask("priorities", own)):
-            raw[mine] = priorities
-        return torch.from_numpy(raw)
 
     def __len__(self) -> int:
         """Returns the number of rows held by all shards."""
@@ -482,18 +377,6 @@ class ShardedReplay(Replay):
         shards.exchange()
         asked = self._sampler.made_here, shards.rounds, shards.carried.nbytes
         return summed(shards.figures, shards.look(), self._capacity, self._count, shards.limiter, asked)
-
-    def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
-        """Returns histograms of raw priorities and of rows' ages, as `ReplayBuffer.histograms` does. O(capacity).
-
-        Each shard counts into bins of its own, whose counts are put where the middle of the bin lies. While there is
-        no shard they are those of an empty buffer.
-        """
-        self._require_open()
-        bins = checked_int("bins", bins, 1, 1 << 20)
-        self._feedback.apply_arrived()
-        self._feedback.hear(0)
-        return merged_histograms([told for _, told in self._shards.ask_all("histograms", bins)], bins)
 
     @property
     def stopped(self) -> bool:
@@ -648,19 +531,6 @@ class ShardedReplay(Replay):
             owned, self._owned = self._owned, None
             if owned is not None and connected:
                 end(owned)
-
-
-def _values_of_rows(config: Config, n: int, fields: dict[str, Any]) -> dict[tuple[str, ...], torch.Tensor]:
-    """Returns values for some fields of `n` rows, `[n, *shape]` by path, in the dtypes of the fields, once they fit."""
-    fixed = {path: field for path, field in config.fields.items() if isinstance(field, Field)}
-    chosen = {path: field for path, field in fixed.items() if names_field(fields, path)}
-    # A buffer refuses what its rows cannot hold, and says why.
-    with ReplayBuffer(nest(chosen or fixed), max(1, n)) as rows:
-        count = len(rows.extend(**fields))
-        if count != n:
-            raise ValueError(f"got {count} values, expected one for each of the {n} keys; nothing was changed")
-        held: Any = rows.storage
-        return {path: reduce(lambda value, name: value[name], path, held)[:n].clone() for path in chosen}
 
 
 def attached_shards(nonce: int, *args: Any) -> ShardedReplay:
