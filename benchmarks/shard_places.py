@@ -1,8 +1,8 @@
 """One learner, and shards on its node and on others: ``python -m benchmarks.shard_places``, a process of its own.
 
 The nodes are Ray's, on this machine. In each round of a line all candidates take turns. Where the only shard is on
-the learner's node, a `ReplayBuffer` of as many rows stands beside it. Where shards are elsewhere, as many bytes as a
-batch has come over a bare socket, and from an actor of Ray's: one batch at a time, into memory that is there. Then it
+the learner's node, a `ReplayBuffer` of as many rows stands beside it. Where shards are elsewhere, a bare socket and an
+actor of Ray's bring as many bytes as a batch has. They do so one batch at a time, into memory that is there. Then it
 measures how long a learner with steps waits for batches of three nodes. It prints one JSON object.
 """
 
@@ -10,7 +10,8 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,9 @@ WARM_UP = 5
 
 Turn = Callable[[], object]
 """Draws a batch, or does what stands for it."""
+
+Figures = dict[str, dict[str, list[float]]]
+"""Samples by line and candidate."""
 
 
 class Sender:
@@ -102,7 +106,7 @@ def _rate(turn: Turn, seconds: float) -> float:
     return count / (time.perf_counter() - start)
 
 
-def _beside(sender: Any, ask: Ask, nbytes: int) -> dict[str, Turn]:
+def _bytes_of_a_batch(sender: Any, ask: Ask, nbytes: int) -> dict[str, Turn]:
     """Returns what brings as many bytes from another node, and does nothing else."""
     room = np.empty(nbytes, np.uint8)
     return {
@@ -128,40 +132,55 @@ def _waits(replay: ShardedReplay, batch_size: int, seconds: float) -> float:
     return 100 * waited / (time.perf_counter() - start)
 
 
-def _measure(nodes: Sequence[str], options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+def _beside_a_buffer(name: str, replay: ShardedReplay, buffer: Any, n: int, options: argparse.Namespace) -> Figures:
+    """Returns the batches a second of both, in each way to draw `n` items."""
+    ours, theirs = _turns(replay, n), _turns(buffer, n)
+    figures: Figures = {f"{name}: {way}": {OURS: [], BUFFER: []} for way in ours}
+    for _ in range(options.rounds):
+        for way in ours:
+            for candidate, turn in ((OURS, ours[way]), (BUFFER, theirs[way])):
+                figures[f"{name}: {way}"][candidate].append(_rate(turn, options.seconds))
+    return figures
+
+
+def _beside_bytes(
+    name: str, replay: ShardedReplay, others: Mapping[str, Turn], n: int, options: argparse.Namespace
+) -> Figures:
+    """Returns the batches a second, in each way to draw `n` items, beside those of what just brings their bytes."""
+    ours = _turns(replay, n)
+    figures: Figures = {f"{name}: {way}": {OURS: [], **{other: [] for other in others}} for way in ours}
+    for _ in range(options.rounds):
+        # The same bytes, however they are asked for: once in a round.
+        once = {other: _rate(turn, options.seconds) for other, turn in others.items()}
+        for way, turn in ours.items():
+            for candidate, rate in {OURS: _rate(turn, options.seconds), **once}.items():
+                figures[f"{name}: {way}"][candidate].append(rate)
+    if not replay.stats().wire_bytes:
+        raise RuntimeError("no connection to a shard was made: batches came by calls of Ray's")
+    return figures
+
+
+def _measure(nodes: Sequence[str], options: argparse.Namespace) -> Figures:
     """Returns the samples of each line, by candidate."""
-    figures: dict[str, dict[str, list[float]]] = {}
+    figures: Figures = {}
     sender = ray.remote(Sender).options(**_on(nodes[1])).remote()
-
-    def note(line: str, turns: Mapping[str, Turn]) -> None:
-        for candidate, turn in turns.items():
-            figures.setdefault(line, {}).setdefault(candidate, []).append(_rate(turn, options.seconds))
-
     with asking(Tcp) as ask:
-        for place, which in PLACES.items():
-            for size, (workload, batch_size, rows) in SIZES.items():
-                with ExitStack() as stack:
-                    replay = stack.enter_context(_sharded([nodes[at] for at in which], workload, rows))
-                    ways, others, locals_ = _turns(replay, batch_size), {}, {}
-                    if which == (0,):
-                        buffer = tr.ReplayBuffer(row_spec(workload), rows, sampler=tr.Prioritized(), seed=0)
-                        stack.callback(buffer.close)
-                        _fill(buffer, workload, rows)
-                        locals_ = _turns(buffer, batch_size)
-                    else:
-                        others = _beside(sender, ask, batch_size * workload.row_bytes)
-                    for _ in range(options.rounds):
-                        # The same bytes, however they are asked for: once in a round.
-                        once = {name: _rate(turn, options.seconds) for name, turn in others.items()}
-                        for way, turn in ways.items():
-                            line = f"{size}, {place}: {way}"
-                            note(line, {OURS: turn, **({BUFFER: locals_[way]} if locals_ else {})})
-                            for name, rate in once.items():
-                                figures[line].setdefault(name, []).append(rate)
-                        if len(which) == len(nodes):
-                            waited = _waits(replay, batch_size, 2 * options.seconds)
-                            figures.setdefault(f"{size}, {place}: waits", {}).setdefault(OURS, []).append(waited)
-                    del ways, locals_  # and the batches under way
+        for (place, which), (size, (workload, n, rows)) in product(PLACES.items(), SIZES.items()):
+            name = f"{size}, {place}"
+            with (
+                _sharded([nodes[at] for at in which], workload, rows) as replay,
+                tr.ReplayBuffer(row_spec(workload), rows, sampler=tr.Prioritized(), seed=0) as buffer,
+            ):
+                if which == (0,):
+                    _fill(buffer, workload, rows)
+                    figures |= _beside_a_buffer(name, replay, buffer, n, options)
+                else:
+                    figures |= _beside_bytes(
+                        name, replay, _bytes_of_a_batch(sender, ask, n * workload.row_bytes), n, options
+                    )
+                if len(which) == len(nodes):
+                    waits = [_waits(replay, n, 2 * options.seconds) for _ in range(options.rounds)]
+                    figures[f"{name}: waits"] = {OURS: waits}
     return figures
 
 
