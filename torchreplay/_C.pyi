@@ -107,6 +107,7 @@ class Regions(TypedDict):
     pages: int
     page_bytes: int
     page_count: int
+    ragged_bytes: int
     bytes: int
 
 class Segment:

@@ -24,13 +24,13 @@ class RunPlan {
     rows_.reserve(rows_.size() + n);
     for (uint64_t i = 0; i < n; i++) {
       for (size_t g = 0; g < lengths.size(); g++) of_row[g] = lengths[g][i];
-      const uint64_t bytes = checked_bytes(layout, keys[i], of_row, had), pages = pages_of(layout, bytes);
-      if (pages > layout.pages.most())
+      const uint64_t bytes = checked_bytes(layout, keys[i], of_row, had);
+      if (bytes > layout.pages.most_of_row())
         return told(keys[i], of_row) + ", which take " + std::to_string(bytes) + " bytes, and may take at most " +
-               std::to_string(layout.pages.most() * layout.pages.bytes) +
-               ", a quarter of ragged_bytes=" + std::to_string(layout.pages.count * layout.pages.bytes) +
-               ". Choose ragged_bytes=" + std::to_string(ring_for(bytes, layout.capacity)) + " or more";
-      rows_.push_back({keys[i], 0, static_cast<uint32_t>(pages)});
+               std::to_string(layout.pages.most_of_row()) +
+               ", a quarter of ragged_bytes=" + std::to_string(layout.pages.given) +
+               ". Choose ragged_bytes=" + std::to_string(4 * bytes) + " or more";
+      rows_.push_back({keys[i], 0, static_cast<uint32_t>(pages_of(layout, bytes))});
     }
     return {};
   }
@@ -84,7 +84,7 @@ class RunPlan {
   static uint64_t checked_bytes(const Layout& layout, int64_t key, const std::vector<uint32_t>& lengths, uint64_t had) {
     const bool sound = std::ranges::all_of(lengths, [](uint32_t length) { return length <= kMaxLength; });
     const uint64_t bytes = sound ? place_values(layout.ragged, lengths.data(), nullptr) : kNoSize;
-    if (bytes != kNoSize && bytes <= had / 4) return bytes;
+    if (bytes != kNoSize && bytes <= round_up(had / 4, 8)) return bytes;
     throw std::invalid_argument(told(key, lengths) + ", and those of a row took at most " + std::to_string(had / 4) +
                                 " bytes, a quarter of the ragged_bytes=" + std::to_string(had) + " that it was in");
   }
@@ -93,16 +93,6 @@ class RunPlan {
     std::string told;
     for (const uint32_t length : lengths) told += (told.empty() ? "" : ", ") + std::to_string(length);
     return "the row with key " + std::to_string(key) + " has values of length " + told;
-  }
-
-  // The fewest bytes of a ring that takes so many of one row: of four times the pages, which are larger in a large one.
-  static uint64_t ring_for(uint64_t bytes, uint64_t capacity) {
-    uint64_t ring = 0, page = kMinPage;
-    do {
-      ring = 4 * round_up(bytes, page);
-      page = page_bytes(ring, capacity);
-    } while (ring < 4 * round_up(bytes, page));
-    return ring;
   }
 
   std::vector<Row> rows_;

@@ -87,7 +87,7 @@ struct SegmentStats {
       const Admission admission(m);
       admitted_items = admission.count(), admission_limit = admission.limit(), open_admissions = admission.open();
     }
-    ragged_bytes = m.layout().pages.count * m.layout().pages.bytes;
+    ragged_bytes = m.layout().pages.given;
     if (m.has_pages()) {
       const uint64_t head = h.page_head.load(std::memory_order_acquire);
       ragged_fill =

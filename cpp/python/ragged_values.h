@@ -186,14 +186,14 @@ class RaggedValue {
 
   // Throws std::invalid_argument for a value that is longer than any may be.
   void require_room(int64_t length) const {
-    const uint64_t most = pages_->most() * pages_->bytes;
+    const uint64_t most = pages_->most_of_value();
     uint64_t bytes;
     const bool fits = !__builtin_mul_overflow(static_cast<uint64_t>(length), spec_->nbytes, &bytes) && bytes <= most;
     if (fits && static_cast<uint64_t>(length) <= kMaxLength) return;
     throw std::invalid_argument(named() + "a value has " + std::to_string(length) + " elements of " +
                                 std::to_string(spec_->nbytes) + " bytes, and takes at most " +
                                 std::to_string(std::min(most, kMaxLength * spec_->nbytes)) +
-                                " bytes, a quarter of ragged_bytes=" + std::to_string(pages_->count * pages_->bytes) +
+                                " bytes, a quarter of ragged_bytes=" + std::to_string(pages_->given) +
                                 ": cut it, or make the buffer with more; nothing was written");
   }
 
@@ -404,11 +404,11 @@ class RaggedFill : public Row {
     uint64_t bytes = 0;
     for (uint64_t row = 0; row < n; row++) {
       const uint64_t own = place_values(layout_.ragged, lengths(row), nullptr);
-      if (own > pages.most() * pages.bytes)
+      if (own > pages.most_of_row())
         throw std::invalid_argument("the values of a row take " + std::to_string(own) + " bytes together" +
                                     (n > 1 ? " at index " + std::to_string(row) : "") + ", and may take at most " +
-                                    std::to_string(pages.most() * pages.bytes) +
-                                    ", a quarter of ragged_bytes=" + std::to_string(pages.count * pages.bytes) +
+                                    std::to_string(pages.most_of_row()) +
+                                    ", a quarter of ragged_bytes=" + std::to_string(pages.given) +
                                     ": cut them, or make the buffer with more; nothing was written");
       bytes += own;
     }

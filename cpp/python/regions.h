@@ -19,13 +19,13 @@ inline PyObject* regions_of(const Layout& l) {
     if (f.own_array) end_of_rows = std::max(end_of_rows, f.offset + l.capacity * f.stride);
   }
   const uint64_t leaves = l.tree + PriorityTree::kLeavesOffset;
-  return checked(Py_BuildValue("{s:O,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "fields", fields.get(),
+  return checked(Py_BuildValue("{s:O,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "fields", fields.get(),
                                "records", as_ull(l.records), "record_stride", as_ull(l.record_stride), "row_header",
                                as_ull(l.view.linked() ? kLinkedHeaderBytes : kSingleHeaderBytes), "end_of_rows",
                                as_ull(end_of_rows), "at", as_ull(l.at), "links", as_ull(l.links), "tree",
                                as_ull(l.tree), "leaves", as_ull(leaves), "page_words", as_ull(l.pages.words), "pages",
                                as_ull(l.pages.values), "page_bytes", as_ull(l.pages.bytes), "page_count",
-                               as_ull(l.pages.count), "bytes", as_ull(l.bytes)));
+                               as_ull(l.pages.count), "ragged_bytes", as_ull(l.pages.given), "bytes", as_ull(l.bytes)));
 }
 
 // segment_regions(capacity, fields, view, text_bytes) -> dict: of the segment that Segment(create=True) would make.

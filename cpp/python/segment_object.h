@@ -111,12 +111,10 @@ inline PyObject* describe_segment(PyObject* self, PyObject* args) {
     const auto alike_ragged = [](const RaggedField& a, const RaggedField& b) {
       return a.element == b.element && a.nbytes == b.nbytes && a.group == b.group;
     };
-    const Pages& pages = layout.pages;
-    const bool same = capacity == layout.capacity && shape.view == layout.view &&
-                      columns.size() == layout.fixed_fields() &&
-                      std::equal(columns.begin(), columns.end(), layout.fields.begin(), alike) &&
-                      std::ranges::equal(ragged, layout.ragged, alike_ragged) &&
-                      shape.ragged_bytes / std::max<uint64_t>(pages.bytes, 1) == pages.count;
+    const bool same =
+        capacity == layout.capacity && shape.view == layout.view && columns.size() == layout.fixed_fields() &&
+        std::equal(columns.begin(), columns.end(), layout.fields.begin(), alike) &&
+        std::ranges::equal(ragged, layout.ragged, alike_ragged) && shape.ragged_bytes == layout.pages.given;
     if (!same) throw NotASegment("the segment's description does not match its layout");
     segment.name_fields(std::move(fields));
   });

@@ -216,10 +216,7 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
     const bool linked = attached->linked();
     if (linked != (roles != Py_None)) throw std::invalid_argument("a linked view needs the roles of the fields");
     Pages pages = attached->memory().layout().pages;
-    if (capacity && ragged_bytes) {
-      pages.bytes = page_bytes(ragged_bytes, capacity);
-      pages.count = ragged_bytes / pages.bytes;
-    }
+    if (capacity && ragged_bytes) pages.cut(ragged_bytes, capacity);
     auto state = std::make_unique<WriterObject>(
         attached, linked ? StreamRoles::parse(roles, attached->fields.specs) : StreamRoles{}, pages);
     state->first_key = first_key;

@@ -58,8 +58,11 @@ struct RaggedField {
   uint32_t group;   // fields of one group have values of the same length in each row
 };
 
+inline constexpr uint64_t kMinPage = 64, kMaxPage = 4096;
+
 // The ring of pages: values of any length lie in runs of consecutive pages. All 0 where no field is ragged.
 struct Pages {
+  uint64_t given = 0;             // bytes that were asked for: less than a page more than all pages have
   uint64_t count = 0, bytes = 0;  // pages, and bytes of each: a power of two
   // Offsets of the regions: a word for each page; the pages; of each slot's absorbed row, its first page; of each page,
   // the slot of the row that begins there; the run that each participant is at.
@@ -67,10 +70,20 @@ struct Pages {
   // Hidden fields are the last ones of the layout: the run, then a length for each group.
   uint32_t run_field = 0, groups = 0;
 
+  // Half a page of each row is waste, and so is a word for each page: pages of a sixteenth of the mean row.
+  void cut(uint64_t ragged_bytes, uint64_t capacity) {
+    given = ragged_bytes;
+    bytes = std::clamp(std::bit_floor(ragged_bytes / capacity / 16), kMinPage, kMaxPage);
+    count = ragged_bytes / bytes;
+  }
+
   bool are_there() const { return count > 0; }
   uint64_t first_length() const { return run_field + uint64_t{1}; }
+  // Most bytes of one value. Those of a row together may be so many, too, each value at a multiple of 8.
+  uint64_t most_of_value() const { return given / 4; }
+  uint64_t most_of_row() const { return round_up(most_of_value(), 8); }
   // Most pages of one row.
-  uint64_t most() const { return count / 4; }
+  uint64_t most() const { return round_up(most_of_row(), bytes) / bytes; }
 };
 
 struct Layout {
@@ -125,16 +138,11 @@ struct Layout {
   }
 };
 
-inline constexpr uint64_t kMinPage = 64, kMaxPage = 4096, kMinPages = 16;
+inline constexpr uint64_t kMinPages = 16;
 inline constexpr uint64_t kMaxLength = (uint64_t{1} << 31) - 1;  // of a value
 inline constexpr uint64_t kMaxRaggedBytes = uint64_t{1} << 46;   // of all pages
 inline constexpr uint64_t kMaxElementBytes = uint64_t{1} << 46;  // of an element of a value
 inline constexpr uint64_t kRunInFlightBytes = 16;
-
-// Half a page of each row is waste, and so is a word for each page: pages of a sixteenth of the mean row.
-constexpr uint64_t page_bytes(uint64_t ragged_bytes, uint64_t capacity) {
-  return std::clamp(std::bit_floor(ragged_bytes / capacity / 16), kMinPage, kMaxPage);
-}
 
 // Where the values of a row begin in its run, one after the other, each at a multiple of 8. `lengths`: of each group.
 // Returns the bytes of all; kNoSize where 64 bits do not hold them. `offsets` may be null.
@@ -183,8 +191,7 @@ inline uint64_t rewrite_record_bytes(const std::vector<Field>& fields) {
 
 // Decides on the pages, and adds the hidden fields. Throws std::invalid_argument.
 inline void add_pages(Layout& l, std::vector<RaggedField> ragged, uint64_t ragged_bytes) {
-  l.pages.bytes = page_bytes(ragged_bytes, l.capacity);
-  l.pages.count = ragged_bytes / l.pages.bytes;
+  l.pages.cut(ragged_bytes, l.capacity);
   if (l.pages.count < kMinPages || ragged_bytes > kMaxRaggedBytes)
     throw std::invalid_argument("ragged_bytes " + std::to_string(ragged_bytes) + " is out of range: expected " +
                                 std::to_string(kMinPages * kMinPage) + " to " + std::to_string(kMaxRaggedBytes));

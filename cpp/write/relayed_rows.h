@@ -153,9 +153,9 @@ class RelayedValues {
     for (uint64_t i = 0; i < n; i++) {
       uint64_t own = kNoSize;
       if (read_lengths(i)) own = place_values(layout.ragged, lengths_.data(), nullptr);
-      if (own == kNoSize || pages_of(layout, own) > layout.pages.most())
-        refuse("has a row " + std::to_string(i) + " whose values take more than a quarter of ragged_bytes=" +
-               std::to_string(layout.pages.count * layout.pages.bytes));
+      if (own == kNoSize || own > layout.pages.most_of_row())
+        refuse("has a row " + std::to_string(i) +
+               " whose values take more than a quarter of ragged_bytes=" + std::to_string(layout.pages.given));
       if (own > bytes - end)
         refuse("says that row " + std::to_string(i) + " has " + numbers(own, bytes - end) + " at most");
       values_.push_back(block + end);

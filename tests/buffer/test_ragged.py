@@ -313,6 +313,24 @@ def test_random_programs_leave_what_a_list_of_arrays_says(seed):
         compare(made, model, random)
 
 
+@pytest.mark.parametrize("capacity", [1, 8, 100])
+@pytest.mark.parametrize("ragged_bytes", [1024, 1027, 4500, 20_020, 1_000_000])
+def test_a_value_may_take_a_quarter_of_the_bytes_and_not_one_more(ragged_bytes, capacity, tmp_path):
+    quarter = ragged_bytes // 4
+    value = np.random.default_rng(0).integers(0, 256, quarter, np.uint8)
+    with tr.ReplayBuffer({"x": Ragged(torch.uint8)}, capacity, ragged_bytes=ragged_bytes) as made:
+        with pytest.raises(
+            ValueError, match=rf" {quarter + 1} elements .* most {quarter} bytes.*ragged_bytes={ragged_bytes}:"
+        ):
+            made.extend(x=[bytes(quarter + 1)])
+        assert made.next_key == 0
+        keys = [made.writer().append(x=value) for _ in range(5)]
+        made.save(tmp_path)
+        with made.copy() as copied, tr.ReplayBuffer.load(tmp_path) as loaded:
+            for found in (made, copied, loaded):
+                assert np.array_equal(found.gather(keys[-1:])["x"], value)
+
+
 def test_the_oldest_rows_go_when_either_measure_is_used_up():
     with tr.ReplayBuffer({"x": Ragged(torch.uint8)}, 10, ragged_bytes=1600) as made:  # 25 pages of 64 bytes
         made.extend(x=[b"a"] * 12)

@@ -163,7 +163,7 @@ def test_the_newest_rows_that_fit_are_loaded_and_the_number_of_the_others_is_tol
         assert keys == held[-len(keys) :]
         assert len(keys) > 3
     assert_holds(found, model, keys)
-    assert (found.capacity, found.stats().ragged_bytes) == (sizes[0], smaller.pages * smaller.page)
+    assert (found.capacity, found.stats().ragged_bytes) == sizes
     lost = [key for key in held[-sizes[0] :] if key not in keys]
     assert bool(lost) == ("left out" in caplog.text)
     if lost:
@@ -433,9 +433,9 @@ def test_bytes_too_few_for_a_row_are_refused_with_those_that_would_do_and_nothin
             assert type(refused.value) is ValueError  # no CheckpointError: nothing is wrong with the checkpoint
             assert not (tmp_path / "file").exists()
             enough = int(re.search(r"Choose ragged_bytes=(\d+) or more", str(refused.value))[1])
-            assert 4 * longest <= enough < 4 * longest + 4 * 1024
+            assert 4 * longest <= enough < 4 * (longest + 8)
             with pytest.raises(ValueError, match="a quarter"):
-                make(enough - 1)
+                make(enough - 4 * 8)  # values begin at multiples of 8
             with make(enough) as found:
                 assert bytes(found.gather([1])["x"].tolist()) == bytes(longest)
             (tmp_path / "file").unlink(missing_ok=True)

@@ -22,6 +22,7 @@ class RaggedModel:
         mean = ragged_bytes // capacity // 16
         self.page = min(max(1 << (mean.bit_length() - 1) if mean else 0, SMALLEST), LARGEST)
         self.pages = ragged_bytes // self.page
+        self.most = ragged_bytes // 4
         self.next_page = 0
         self.rows = []  # (values by name, first page or None), by key
 
@@ -40,8 +41,7 @@ class RaggedModel:
     def fits(self, values):
         """Whether a row may have these values."""
         ragged = [values[name] for name, field in self.spec.items() if hasattr(field, "like")]
-        need = math.ceil(sum(math.ceil(value.nbytes / 8) * 8 for value in ragged) / self.page)
-        return need <= self.pages // 4
+        return sum(math.ceil(value.nbytes / 8) * 8 for value in ragged) <= math.ceil(self.most / 8) * 8
 
     def keys(self):
         """Returns the keys of the rows that are there."""

@@ -23,7 +23,7 @@ TICKET_SHIFT: Final = 16
 ALIGNMENT: Final = 8
 """Each value of a row begins at a multiple of so many bytes of its run."""
 LARGEST_SHARE: Final = 4
-"""A row takes at most this part of the pages: a quarter."""
+"""A row takes at most this part of `ragged_bytes`: a quarter."""
 
 
 class PagedValues:
@@ -39,6 +39,7 @@ class PagedValues:
     def __init__(self, memory: mmap.mmap, regions: Regions, fields: Mapping[Path, Column], capacity: int) -> None:
         self._memory, self._capacity = memory, capacity
         self._page, self._pages = regions["page_bytes"], regions["page_count"]
+        self._most = -(-(regions["ragged_bytes"] // LARGEST_SHARE) // ALIGNMENT) * ALIGNMENT
         self._words = np.ndarray(self._pages, np.uint64, memory, regions["page_words"])
         self._values = regions["pages"]
         self._ragged = {"/".join(path): field for path, field in fields.items() if isinstance(field, Ragged)}
@@ -100,15 +101,14 @@ class PagedValues:
         Of those that are not, lengths are 0: nothing is read past an end, whatever the file says.
         """
         lengths = [column[slots].astype(np.int64) for column in self._lengths]
-        most = self._pages // LARGEST_SHARE * self._page
         sound = np.ones(len(slots), np.bool_)
         for name, field in self._ragged.items():
-            sound &= lengths[self._group[name]] <= most // field.nbytes
+            sound &= lengths[self._group[name]] <= self._most // field.nbytes
         lengths = [np.where(sound, length, 0) for length in lengths]
         taken = sum(_aligned(lengths[self._group[name]] * field.nbytes) for name, field in self._ragged.items())
         need = -(-np.asarray(taken, np.int64) // self._page)
         run1 = self._run1[slots]
-        sound &= (need <= self._pages // LARGEST_SHARE) & ((run1 == 0) == (need == 0)) & (run1 < 1 << 62)
+        sound &= (np.asarray(taken) <= self._most) & ((run1 == 0) == (need == 0)) & (run1 < 1 << 62)
         first = np.where(sound & (run1 > 0), run1.astype(np.int64) - 1, 0)
         sound &= first % self._pages + need <= self._pages
         lengths = [np.where(sound, length, 0) for length in lengths]

@@ -254,7 +254,7 @@ class LiveBuffer(Closeable):
             raise ConnectionError(str(error)) from None
         self.nonce, self.nbytes = self._reader.nonce, self._reader.nbytes
         regions = self._reader.regions
-        self.page_bytes, self.ragged_bytes = regions["page_bytes"], regions["page_count"] * regions["page_bytes"]
+        self.page_bytes, self.ragged_bytes = regions["page_bytes"], regions["ragged_bytes"]
         self.sees_processes = self._reader.same_namespace
 
     @property
