@@ -139,7 +139,8 @@ class ArrayView {
     DLTensor t;
     if (exchange->dltensor_from_py_object_no_sync(o, &t)) {
       PyErr_Clear();
-      return fail("a tensor whose memory cannot be read (sparse, meta or quantised)");
+      return fail(is_set(o, "is_nested") ? "a nested tensor: pass list(tensor.unbind())"
+                                         : "a tensor whose memory cannot be read (sparse, meta or quantised)");
     }
     if (t.device.device_type != kDLCPU && t.device.device_type != kDLCUDAHost)
       return fail("a tensor that is not on the CPU: pass tensor.cpu()");
@@ -175,6 +176,12 @@ class ArrayView {
     held_ = std::move(widened);
     problem.clear();
     return open_tensor(held_.get());
+  }
+
+  static bool is_set(PyObject* o, const char* flag) {
+    const Ref answer(PyObject_GetAttrString(o, flag));
+    if (!answer) PyErr_Clear();
+    return answer && as_bool(answer.get());
   }
 
   static bool is_negated(PyObject* o) {

@@ -74,7 +74,7 @@ class RaggedValue {
     const auto is_array = [](PyObject* part) { return is_tensor(part) || PyObject_CheckBuffer(part); };
     PyObject* const values = PyTuple_Size(o) == 2 ? PyTuple_GetItem(o, 0) : nullptr;
     PyObject* const lengths = values ? PyTuple_GetItem(o, 1) : nullptr;
-    if (!values || !is_array(values) || !(is_array(lengths) || PyList_Check(lengths))) {
+    if (!values || !is_array(values) || is_one(lengths) || !(is_array(lengths) || PyList_Check(lengths))) {
       std::string given = "a tuple of " + std::to_string(PyTuple_Size(o));
       if (values) given = "a tuple of " + type_text(values) + " and " + type_text(lengths);
       throw std::invalid_argument(named() + "got " + given +
@@ -87,7 +87,7 @@ class RaggedValue {
 
   void open_packed(PyObject* o, PyObject* lengths) {
     ArrayView view;
-    const bool opened = view.open_anything(lengths);
+    const bool opened = !is_one(lengths) && view.open_anything(lengths);
     const StridedArray& a = view.array;
     const bool integers = a.element > Element::kBool && a.element <= Element::kI64 && a.element != Element::kU64;
     const bool none = opened && a.dims == 1 && a.shape[0] == 0;  // an empty list says no dtype
