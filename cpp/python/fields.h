@@ -149,10 +149,49 @@ inline PyObject* named_parts(PyObject* tuple) {
   return names;
 }
 
-// The values of a nested node: a dict, or the tuple that a Tuple space makes when the names are "0", "1", ...
+// Whether it is a list or a tuple of graphs: one for each row or environment, of a node that a graph has become.
+inline bool holds_graphs(const Node& node, PyObject* value) {
+  const bool several = PyList_CheckExact(value) || PyTuple_CheckExact(value);
+  if (!several || PySequence_Size(value) == 0 || PyUnicode_CompareWithASCIIString(node.children[0].name, "0") == 0)
+    return false;
+  for (Py_ssize_t i = 0; i < PySequence_Size(value); i++) {
+    const Ref one(checked(PySequence_GetItem(value, i)));
+    if (!PyTuple_Check(one.get()) || !Ref(named_parts(one.get()))) return false;
+  }
+  return true;
+}
+
+// A dict of what each of several graphs has of a name. What none of them has is no part of it.
+inline Ref parts_of_graphs(const Node& node, PyObject* graphs) {
+  Ref dict(checked(PyDict_New()));
+  for (Py_ssize_t i = 0; i < PySequence_Size(graphs); i++) {
+    const Ref graph(checked(PySequence_GetItem(graphs, i)));
+    const Ref names(checked(named_parts(graph.get())));
+    for (Py_ssize_t p = 0; p < PySequence_Size(names.get()); p++) {
+      const Ref name(checked(PySequence_GetItem(names.get(), p))), part(checked(PySequence_GetItem(graph.get(), p)));
+      const bool is_field =
+          std::ranges::any_of(node.children, [&](const Node& n) { return PyUnicode_Compare(n.name, name.get()) == 0; });
+      if (part.get() == Py_None && !is_field) continue;
+      if (!PyDict_Contains(dict.get(), name.get())) {
+        const Ref parts(checked(PyList_New(0)));
+        if (PyDict_SetItem(dict.get(), name.get(), parts.get())) throw PythonError{};
+      }
+      const Ref none(checked(PyTuple_New(0)));
+      PyObject* const own = part.get() == Py_None ? none.get() : part.get();
+      if (PyList_Append(PyDict_GetItem(dict.get(), name.get()), own)) throw PythonError{};
+    }
+  }
+  return dict;
+}
+
+// The values of a nested node: a dict, the tuple that a Tuple space makes when the names are "0", "1", ..., or graphs.
 inline void collect_nested(const Node& node, PyObject* value, const std::string& path, PyObject** values,
                            std::vector<Ref>& held) {
   if (PyDict_Check(value)) return collect(node.children, value, path + "/", values, held);
+  if (holds_graphs(node, value)) {
+    const Ref parts = parts_of_graphs(node, value);
+    return collect(node.children, parts.get(), path + "/", values, held);
+  }
   if (!PyTuple_Check(value))
     throw std::invalid_argument("field '" + path + "' is nested: expected a dict, got " + type_text(value) +
                                 (PyObject_HasAttrString(value, "to_dict") ? ": pass its .to_dict()" : ""));

@@ -192,6 +192,28 @@ def test_samples_of_any_length_can_be_written_and_come_back_as_they_were(seed):
         assert back["graph"][name].tolist() == list(expected)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_graphs_of_environments_in_step_are_written_as_the_vector_environment_gives_them(seed):
+    spec = {"obs": tr.spec_from_space(SPOKEN["graph"]), "reward": tr.Field()}
+    spec |= {"terminated": tr.Field((), bool), "truncated": tr.Field((), bool)}
+    SPOKEN.seed(seed)
+    first, second = (tuple(SPOKEN["graph"].sample() for _ in range(3)) for _ in range(2))
+    with tr.ReplayBuffer(spec, 20, view=tr.Transitions(), ragged_bytes=1 << 16) as buffer:
+        with buffer.writer(num_envs=3) as writer:
+            writer.reset(obs=first)
+            with pytest.raises(ValueError, match="'obs/nodes': got 2 values, expected one for each of the 3"):
+                writer.step(obs=second[:2], reward=[0] * 3, terminated=[False] * 3, truncated=[False] * 3)
+            writer.step(obs=second, reward=[0, 1, 2], terminated=[True] * 3, truncated=[False] * 3)
+        batch = buffer.sample(20)
+        for prefix, graphs in (("obs", first), ("next_obs", second)):
+            for name in ("nodes", "edges", "edge_links"):
+                offsets = batch.offsets(f"{prefix}/{name}").tolist()
+                for item, env in enumerate(batch["reward"].int().tolist()):
+                    value = getattr(graphs[env], name)
+                    found = batch[prefix][name][offsets[item] : offsets[item + 1]]
+                    assert found.tolist() == ([] if value is None else value.tolist())
+
+
 @pytest.mark.parametrize("thing", [None, (4,), tr.Field(), spaces.Box], ids=str)
 def test_what_is_no_space_is_a_type_error(thing):
     with pytest.raises(TypeError, match=r"expected a gymnasium\.Space"):
