@@ -159,9 +159,9 @@ class Prioritized:
         beta: How much of the bias the weights correct: a number, or a schedule of the number of batches drawn by all
             learners, such as `LinearSchedule(0.4, 1.0, steps)`. A function of your own does not travel: attached
             processes and copies take its value at 0, and `load` and `open` are given the sampler again.
-        eps: What is added to |td|, so that no item is lost for ever.
-        weights: `"buffer"` divides weights by the largest one of the buffer, the same for every learner; `"batch"` by
-            the largest one of the batch; `"none"` leaves them.
+        eps: What is added to |td|: no item is lost for ever.
+        weights: `"buffer"` divides them by the largest one of the buffer, the same for every learner. `"batch"` takes
+            the largest one of the batch. `"none"` leaves them as they are.
         initial: The priority |td| of new items that are given none. `"max_held"` is the largest of the items held at
             that moment; of a `ShardedReplay`, in the item's shard. `"max_seen"` is the largest one ever seen, as in the
             paper: one outlier makes all later items likely until `clear()`, even if it is corrected at once. Both are 1
@@ -172,8 +172,8 @@ class Prioritized:
         max_age: As for `Uniform`. Weights and probabilities are those among the items that are left.
 
     Raises:
-        ValueError: An argument, or an end of a `LinearSchedule`, is negative or not finite, `eps` is 0, `weights` or
-            `initial` is unknown, or `max_draws` or `max_age` is out of range.
+        ValueError: An argument, or an end of a `LinearSchedule`, is negative or not finite, or `eps` is 0. Or `weights`
+            or `initial` is unknown, or `max_draws` or `max_age` is out of range.
 
     Example:
         >>> sampler = tr.Prioritized(alpha=1.0, beta=tr.LinearSchedule(0.4, 1.0, steps=100_000))
@@ -239,12 +239,11 @@ class Fifo:
     and what is held when the buffer is closed.
 
     Args:
-        max_draws: How often an item is handed out, 1 to 65,534. One that is to come again is in its old place once the
-            draw before is done.
-        when_full: `"wait"`: writers wait while their next slot holds a row of an item that is to be drawn. Rows that
+        max_draws: How often an item is handed out, 1 to 65,534. Once a draw is done, it is in its old place again.
+        when_full: `"wait"`: writers wait while their next slot has a row of an item to draw. Rows that
             are held, and those of unfinished episodes whose writer lives, stay too. They are passed over, as long as a
-            row comes after them that is done with: a slow learner or environment stops nobody. `"drop_oldest"`: they
-            overwrite what is not drawn; `stats().dropped_items` counts it.
+            row comes after them that is done with: a slow learner or environment stops nobody. `"drop_oldest"`:
+            writers overwrite what is not drawn. `stats().dropped_items` counts it.
         commit: `"next"`: as above. `"manual"`: only `buffer.commit()` ends what is held, such as when the model is
             saved. After a crash all items since then come again, in the same order. The capacity must hold them.
         window: Share of the capacity by which an item may overtake older ones that are not complete yet, above 0 and at
