@@ -241,10 +241,11 @@ def test_flags_may_be_numbers(dtype):
     assert as_lists(tr.episodes_from_flat(**data)) == expected
 
 
-def test_flags_may_be_tensors_that_need_a_gradient():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flags_may_be_tensors_that_need_a_gradient(dtype):
     data = flat([3, 2], ["terminal", "timeout"])
     expected = split_naively(data)
-    data |= {name: torch.tensor(data[name]).float().requires_grad_() for name in ("terminals", "timeouts")}
+    data |= {name: torch.tensor(data[name]).to(dtype).requires_grad_() for name in ("terminals", "timeouts")}
     assert as_lists(tr.episodes_from_flat(**data)) == expected
 
 
@@ -285,6 +286,8 @@ GOOD = flat([3, 2], ["terminal", "timeout"])
         ({"terminals": np.zeros(0, bool)}, ValueError, "at least one step"),
         ({"terminals": {"a": GOOD["terminals"]}}, TypeError, "terminals is a dict"),
         ({"terminals": np.arange(5)}, ValueError, r"terminals\[2\] is 2: expected True and False, or 1 and 0"),
+        ({"terminals": np.ma.array(GOOD["terminals"], mask=[0, 1, 0, 0, 0])}, ValueError, "terminals has masked"),
+        ({"observations": np.ma.array(GOOD["observations"], mask=True)}, ValueError, "observations has masked values"),
         ({"timeouts": np.full(5, math.nan)}, ValueError, r"timeouts\[0\] is nan"),
         ({"timeouts": GOOD["timeouts"][:4]}, ValueError, "timeouts has 4 values"),
         (

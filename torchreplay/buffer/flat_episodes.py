@@ -334,6 +334,8 @@ def _length(name: str, value: Any) -> int:
             raise TypeError(f"{name} is on {value.device}: expected {name}.cpu()")
     elif np.dtype(dtype).kind not in "biuf":
         raise TypeError(f"{name} has dtype {dtype}: expected numbers or bools")
+    elif np.ma.is_masked(value):
+        raise ValueError(f"{name} has masked values, which are no numbers: fill them, or leave these steps out")
     if len(shape) == 0 or shape[0] == 0:
         raise ValueError(f"{name} has shape {tuple(shape)}: expected a value for each of at least one step")
     return int(shape[0])
@@ -353,7 +355,9 @@ def _flags(name: str, value: Any, steps: int) -> Flags:
     if isinstance(value, Mapping):
         raise TypeError(f"{name} is a dict: expected an array with a flag for each step")
     _require_column(name, _checked(name, value, steps), steps)
-    flags = np.asarray(value.detach() if isinstance(value, torch.Tensor) else value[:])
+    if isinstance(value, torch.Tensor) and value.is_floating_point():  # numpy has no bfloat16
+        value = value.detach().double()
+    flags = np.asarray(value[:])
     wrong = (flags != 0) & (flags != 1)
     if wrong.any():
         first = int(wrong.argmax())
