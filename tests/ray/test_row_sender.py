@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from forked import eventually
-from local_ingest import Actor, Home, Unreachable, ray_of_this_process
+from local_ingest import Actor, Home, Method, ServedIngest, Unreachable, ray_of_this_process
 
 import torchreplay as tr
 
@@ -20,6 +20,7 @@ from torchreplay.ray.remote.remote_buffer import RemoteBuffer, RemoteWriter
 from torchreplay.ray.remote.row_sender import RowSender
 from torchreplay.ray.remote.row_wire import Answer
 from torchreplay.ray.runtime.actor_client import NodeActor
+from torchreplay.schema.config import extend_as
 from torchreplay.segment.delivery_log import DeliveryLog
 from torchreplay.workers.worker_process import WorkerProcess
 
@@ -258,3 +259,24 @@ def test_every_call_of_a_closed_remote_buffer_is_a_runtime_error(monkeypatch):
         with pytest.raises(RuntimeError, match="the replay buffer is closed"):
             call()
     assert repr(buffer) == "RemoteBuffer(on node node)"
+
+
+def test_rows_of_extend_are_of_the_learners_version(monkeypatch):
+    ray_of_this_process(monkeypatch)
+    spec = {"x": tr.Field((), torch.int64), "policy_version": tr.Field((), torch.int64)}
+    with tr.ReplayBuffer(spec, 100, sampler=tr.Fifo(max_age=1)) as buffer:
+        served = ServedIngest(buffer, monkeypatch)
+        served.describe = Method(served.ingest.describe)
+        with monkeypatch.context() as patch:
+            patch.setattr("torchreplay.ray.remote.remote_buffer.NodeActor", lambda *_: Home(served))
+            there = RemoteBuffer(buffer.handle())
+        buffer.policy_version = 7
+        there.extend(x=[1, 2])
+        there.extend(x=[3], policy_version=[6])
+        extend_as(there, 6)  # an explorer's weights may be older
+        there.extend(x=[4])
+        batch = buffer.sample(4, timeout=10)
+        assert (batch["x"].tolist(), batch["policy_version"].tolist()) == ([1, 2, 3, 4], [7, 7, 6, 6])
+        there.drain()
+        served.server.close()
+    eventually(lambda: not any(thread.name.startswith("torchreplay") for thread in threading.enumerate()))

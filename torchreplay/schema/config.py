@@ -496,7 +496,7 @@ class Configured(Transient):
     """Rows that this object's own `extend` has written."""
 
     _extends_as: int | None = None
-    """The policy version of rows that its own `extend` writes; None: the learner's, where it is known."""
+    """The policy version of rows that its own `extend` writes; None: the learner's."""
 
     def __bool__(self) -> bool:
         return True  # `if buffer:` asks whether there is one, not whether it holds rows

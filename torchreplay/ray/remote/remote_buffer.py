@@ -226,7 +226,7 @@ class RemoteBuffer(WritableReplay):
         num_envs = self._config.num_envs_of(fields)
         if num_envs is not None:
             with self.writer(num_envs=num_envs) as block_writer:
-                block_writer.policy_version = self._extends_as or 0
+                self._tell_version(block_writer)
                 block_writer.extend(*args, priority=priority, **fields)
                 block_writer.flush()
                 return block_writer.rows
@@ -235,7 +235,7 @@ class RemoteBuffer(WritableReplay):
         except AttributeError:
             writer = self._local.writer = self.writer()
         before = writer.rows
-        writer.policy_version = self._extends_as or 0
+        self._tell_version(writer)
         try:
             writer.extend(*args, priority=priority, **fields)
             writer.flush()
@@ -244,6 +244,10 @@ class RemoteBuffer(WritableReplay):
                 del self._local.writer
             raise
         return writer.rows - before
+
+    def _tell_version(self, writer: Writer) -> None:
+        if self._config.has_versions:
+            writer.policy_version = self.policy_version if self._extends_as is None else self._extends_as
 
     # Life cycle
 
