@@ -93,7 +93,7 @@ class RowSender:
         """
         patience = PAUSE if timeout is None else min(PAUSE, timeout)
         request = self._request(send_buffer, end + n, n, patience)
-        wait = Wait(send_buffer.segment, timeout or FIRST_WORD if timeout == 0 else timeout)
+        wait = Wait(send_buffer.segment, FIRST_WORD if timeout == 0 else timeout)
         while not request.settled:
             self._check(send_buffer)
             if request.why and timeout == 0:
