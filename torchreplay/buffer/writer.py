@@ -139,10 +139,11 @@ class Writer(_C.Writer, Closeable):
             A context manager.
 
         Raises:
-            ValueError: `n` is below 1, or more than are ever admitted at once; or the buffer has another limiter.
+            ValueError: `n` is below 1, or more than are ever admitted at once.
 
         The `with` raises:
 
+            - `ValueError`: The buffer has another limiter.
             - `Stopped`: The buffer was stopped, or nobody has been there to draw for some seconds.
             - `WouldBlockForever`: Nobody is there who could draw.
             - `ReplayTimeout`: The timeout has passed.
