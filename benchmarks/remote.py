@@ -40,15 +40,6 @@ def _rows_of_a_block(workload: Workload) -> int:
     return max(1, min(CHUNK_ROWS, CHUNK_BYTES // workload.row_bytes))
 
 
-def _fill(connection: socket.socket, room: memoryview) -> bool:
-    while len(room):
-        count = connection.recv_into(room)
-        if not count:
-            return False
-        room = room[count:]
-    return True
-
-
 class Sink:
     """Takes blocks, and does nothing with them."""
 
@@ -68,7 +59,7 @@ class Sink:
         blocks = capacity // rows
         block, ring, at = _columns(workload, rows), _columns(workload, blocks * rows), 0
         with listener, listener.accept()[0] as connection:
-            while all(_fill(connection, column.data.cast("B")) for column in block):
+            while all(connection.recv_into(column.data, 0, socket.MSG_WAITALL) == column.nbytes for column in block):
                 for whole, part in zip(ring, block, strict=True):
                     whole[at * rows : (at + 1) * rows] = part
                 at = (at + 1) % blocks

@@ -41,14 +41,6 @@ Ask = Callable[[memoryview], None]
 """Fills a batch's memory with the answer to one request, which says how many bytes are wanted."""
 
 
-def _fill(connection: socket.socket, room: memoryview) -> None:
-    while len(room):
-        count = connection.recv_into(room)
-        if not count:
-            raise ConnectionError
-        room = room[count:]
-
-
 class Tcp:
     """A socket, and nothing else."""
 
@@ -64,8 +56,7 @@ class Tcp:
         ):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             asked, answer = bytearray(ASKED), np.zeros(max(SIZES.values()), np.uint8).data
-            while True:
-                _fill(connection, memoryview(asked))
+            while connection.recv_into(asked, 0, socket.MSG_WAITALL) == ASKED:
                 connection.sendall(answer[: int.from_bytes(asked, "little")])
 
     @staticmethod
@@ -77,7 +68,8 @@ class Tcp:
 
             def ask(room: memoryview) -> None:
                 connection.sendall(len(room).to_bytes(ASKED, "little"))
-                _fill(connection, room)
+                if connection.recv_into(room, 0, socket.MSG_WAITALL) < len(room):
+                    raise ConnectionError
 
             yield ask
 

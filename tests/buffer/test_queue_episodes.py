@@ -7,20 +7,12 @@ import numpy as np
 import pytest
 import torch
 from forked import eventually
-from small_queues import STEPS, queue, step, values
+from small_queues import STEPS, VIEWS, queue, step, values
 from torch.utils.data import DataLoader
 from worker_errors import raised_by_worker
 
 import torchreplay as tr
 from torchreplay.buffer import jams
-
-VIEWS = {
-    "one step": tr.Transitions(),
-    "three steps": tr.Transitions(n_step=3),
-    "stacked": tr.Transitions(stack={"obs": 3}),
-    "sequences": tr.Sequences(length=4),
-    "overlapping": tr.Sequences(length=4, stride=2),
-}
 
 
 def episodes(writer, numbers, length):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from forked import Forked, eventually, shared_counters
 from ragged_model import RaggedModel, random_values, split
+from small_queues import VIEWS
 from two_learners import drawn_by_two_learners
 
 import torchreplay as tr
@@ -220,15 +221,6 @@ def test_the_oldest_are_dropped_and_counted_when_their_bytes_are_taken_again():
             gone = len([key for key in range(len(model.rows)) if key not in came and key not in there])
             assert buffer.stats().dropped_items == gone
     assert gone > 50
-
-
-VIEWS = {
-    "one step": tr.Transitions(),
-    "three steps": tr.Transitions(n_step=3),
-    "stacked": tr.Transitions(stack={"obs": 3}),
-    "sequences": tr.Sequences(length=4),
-    "overlapping": tr.Sequences(length=4, stride=2),
-}
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)

@@ -15,6 +15,7 @@ from mistaken_loops import (
     goal_buffer,
     one_env,
     only,
+    played,
     vector,
     vector_env,
 )
@@ -388,13 +389,8 @@ def relabelling(keys_of):
             while True:
                 obs, _ = env.reset()
                 firsts.add(int(writer.reset(obs=obs)))
-                over = False
-                while not over:
-                    action = env.action_space.sample()
-                    obs, reward, terminated, truncated, _ = env.step(action)
-                    ends = {"terminated": terminated, "truncated": truncated}
-                    writer.step(obs=obs, action=action, reward=reward, **ends)
-                    over = terminated or truncated
+                for step in played(env):
+                    writer.step(**step)
                 batch = buffer.sample(16)
                 keys = keys_of(buffer, batch, np.array([int(key) in firsts for key in batch["key"]]))
                 buffer.rewrite(keys, reward=np.zeros(len(keys)))

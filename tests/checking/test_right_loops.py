@@ -15,6 +15,7 @@ from mistaken_loops import (
     goal_buffer,
     linked,
     one_env,
+    played,
     vector,
     vector_env,
 )
@@ -88,13 +89,7 @@ def test_episodes_that_are_written_step_by_step_when_they_are_over_are_no_findin
         with buffer.writer() as writer:
             while True:
                 first, _ = env.reset()
-                steps, over = [], False
-                while not over:
-                    action = env.action_space.sample()
-                    obs, reward, terminated, truncated, _ = env.step(action)
-                    over = terminated or truncated
-                    ends = {"terminated": terminated, "truncated": truncated}
-                    steps.append({"obs": obs, "action": action, "reward": reward} | ends)
+                steps = list(played(env))
                 writer.reset(obs=first)
                 for step in steps:
                     writer.step(**step)

@@ -131,6 +131,16 @@ def one_env(at_step=unchanged, at_reset=lambda obs: obs):
     return loop
 
 
+def played(env):
+    """Plays the episode that has begun; yields its steps, as a writer takes them."""
+    over = False
+    while not over:
+        action = env.action_space.sample()
+        obs, reward, terminated, truncated, _ = env.step(action)
+        over = terminated or truncated
+        yield {"obs": obs, "action": action, "reward": reward, "terminated": terminated, "truncated": truncated}
+
+
 def vector(mode, at_step=unchanged):
     """The same of a vector environment, with a writer that knows its autoreset."""
 

@@ -11,6 +11,13 @@ SPEC = {"x": tr.Field((), "int64")}
 FLAG = tr.Field((), torch.bool)
 STEPS = {"obs": tr.Field((), "int64"), "action": tr.Field((), "int64"), "reward": tr.Field()}
 STEPS |= {"terminated": FLAG, "truncated": FLAG}
+VIEWS = {
+    "one step": tr.Transitions(),
+    "three steps": tr.Transitions(n_step=3),
+    "stacked": tr.Transitions(stack={"obs": 3}),
+    "sequences": tr.Sequences(length=4),
+    "overlapping": tr.Sequences(length=4, stride=2),
+}
 
 
 def queue(capacity=100, items=0, view=None, spec=SPEC, **fifo):
