@@ -162,6 +162,15 @@ def test_the_keys_of_a_batch_that_was_drawn_are_refused_as_well(dataset, prefetc
     assert buffer.rewrite(buffer.rows_of(batch)[:, 1], reward=[90.0] * 4)
 
 
+def test_the_keys_of_a_batch_that_a_worker_has_drawn_are_refused_as_well():
+    buffer, (first, second) = stepped(tr.Transitions(), sampler=tr.Fifo())
+    buffer.discard([first[0], second[0]])
+    for batch in tr.QueueLoader(tr.ReplayDataset(buffer, 4, steps=1), num_workers=1):
+        with pytest.raises(ValueError, match="keys of a batch's items"):
+            buffer.rewrite(batch["key"], reward=[90.0] * 4)
+        assert buffer.rewrite(buffer.rows_of(batch)[:, 1], reward=[90.0] * 4) == 4
+
+
 def test_keys_of_rows_are_taken_whatever_was_drawn():
     buffer, (first, _) = stepped(tr.Transitions())
     steps = buffer.rows_of(buffer.gather(first[:3]))[:, 1]

@@ -109,6 +109,7 @@ class QueueLoader(DataLoader[Any]):
                         f"is of; return the batch that it was given, batch.copy(), or batch | {{...}}"
                     )
                 if segment.adopt(batch["key"], batch.holder, loop):
+                    self._queue.note_items(batch)
                     yield batch
         except GeneratorExit:
             if not segment.closed:
