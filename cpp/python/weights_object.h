@@ -45,7 +45,7 @@ inline PyObject* buffer(PyObject* self, PyObject* version) {
 }
 
 // begin_publish(ns) -> bool: the caller may write buffer(version + 1) and must then call end_publish. A caller that was
-// interrupted before it got an answer may call end_publish, too.
+// interrupted before it got an answer may call end_publish, too: end_publish(complete, as=version + 1).
 inline PyObject* begin_publish(PyObject* self, PyObject* ns) {
   return guarded([&] {
     auto& s = state_of<WeightsObject>(self);
@@ -58,9 +58,12 @@ inline PyObject* begin_publish(PyObject* self, PyObject* ns) {
     return PyBool_FromLong(begun);
   });
 }
-inline PyObject* end_publish(PyObject* self, PyObject* complete) {
+inline PyObject* end_publish(PyObject* self, PyObject* args) {
   return guarded([&] {
-    state_of<WeightsObject>(self).memory->end_publish(as_bool(complete));
+    int complete;
+    unsigned long long as = 0;
+    if (!PyArg_ParseTuple(args, "p|K", &complete, &as)) throw PythonError{};
+    state_of<WeightsObject>(self).memory->end_publish(complete != 0, as);
     return Py_NewRef(Py_None);
   });
 }
@@ -70,7 +73,7 @@ inline PyObject* intact(PyObject* self, PyObject* version) {
 
 inline PyMethodDef methods[] = {{"buffer", buffer, METH_O, nullptr},
                                 {"begin_publish", begin_publish, METH_O, nullptr},
-                                {"end_publish", end_publish, METH_O, nullptr},
+                                {"end_publish", end_publish, METH_VARARGS, nullptr},
                                 {"intact", intact, METH_O, nullptr},
                                 {nullptr, nullptr, 0, nullptr}};
 inline PyGetSetDef getset[] = {{"version", get_version, nullptr, nullptr, nullptr},

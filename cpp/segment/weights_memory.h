@@ -4,6 +4,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <stdexcept>
@@ -87,10 +88,12 @@ class WeightsMemory {
     return true;
   }
   // Nothing to end unless this thread has begun: who does not know, because an exception came in between, calls it too.
-  void end_publish(bool complete) {
+  // The publication is `next`, or a later one, `as`, whose buffer then has the weights.
+  void end_publish(bool complete, uint64_t as = 0) {
     if (publisher_.load(std::memory_order_relaxed) != gettid()) return;
     TORCHREPLAY_FAULT("publish.copied");
-    if (complete) header().published.store(version() + 1, std::memory_order_release);
+    const uint64_t next = version() + 1;
+    if (complete) header().published.store(std::max(next, as), std::memory_order_release);
     TORCHREPLAY_FAULT("publish.published");
     publisher_.store(0, std::memory_order_relaxed);
     header().mutex.unlock();

@@ -149,6 +149,29 @@ def test_a_checkpoint_brings_back_the_buffer_before_explorers_begin(lightning, t
         assert restored.stats().updated == 5 * 8 + 5 * 8
 
 
+def test_versions_go_on_where_a_checkpoint_brings_back_the_buffer(lightning, tmp_path):
+    number = tr.Field((), torch.int64)
+    spec = {"number": number, "obs": tr.Field((4,)), "policy_version": number}
+
+    def run(buffer, max_steps, **arguments):
+        learner = make_learner(lightning)
+        weights = tr.SharedWeights(learner.q)
+        trainer = lightning.Trainer(max_steps=max_steps, callbacks=[ReplayCheckpoint(buffer)], **QUIET)
+        replay = AsyncReplay(pool_of(buffer, weights), learner, learner.q, batch_size=8, publish_every=2)
+        publications = replay.fit(trainer, **arguments).publications
+        assert weights.version == buffer.policy_version
+        return trainer, publications
+
+    with tr.ReplayBuffer(spec, ROWS, sampler=tr.Prioritized(alpha=1.0)) as buffer:
+        buffer.extend(number=torch.arange(ROWS), obs=torch.zeros(ROWS, 4))
+        trainer, reached = run(buffer, 4)
+        assert buffer.policy_version == reached
+        trainer.save_checkpoint(tmp_path / "4.ckpt")
+    with tr.ReplayBuffer(spec, ROWS, sampler=tr.Prioritized(alpha=1.0)) as restored:
+        _, publications = run(restored, 6, ckpt_path=tmp_path / "4.ckpt")
+        assert restored.policy_version == reached + publications
+
+
 @pytest.mark.slow
 def test_explorers_that_all_fail_end_the_training(lightning):
     def fail(ctx):

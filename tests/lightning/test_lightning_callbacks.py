@@ -281,6 +281,27 @@ def test_a_resumed_run_publishes_its_weights_before_the_first_step(lightning, bu
     assert torch.equal(weight, learner.q.weight)
 
 
+def test_versions_go_on_where_a_buffer_of_another_process_is_restored(lightning, buffer, tmp_path):
+    def run(buffer, **options):
+        learner = make_learner(lightning)
+        publisher = WeightPublisher(tr.SharedWeights(learner.q), module="q", buffer=buffer)
+        versions = []
+        learner.on_train_batch_start = lambda batch, batch_idx: versions.append(buffer.policy_version)
+        bounds = options.pop("bounds")
+        trainer = lightning.Trainer(callbacks=[ReplayCheckpoint(buffer), publisher], **bounds, **QUIET)
+        trainer.fit(learner, datamodule=ReplayDataModule(buffer, 8), **options)
+        assert buffer.policy_version == publisher.weights.version
+        assert torch.equal(pulled_weight(publisher.weights), learner.q.weight)
+        return trainer, versions
+
+    trainer, _ = run(buffer, bounds={"max_steps": 3})
+    trainer.save_checkpoint(tmp_path / "3.ckpt")
+    reached = buffer.policy_version
+    with tr.ReplayBuffer(buffer.spec, ROWS, sampler=tr.Prioritized(alpha=1.0)) as restored:
+        _, versions = run(restored, bounds={"max_steps": 5}, ckpt_path=tmp_path / "3.ckpt")
+    assert versions == [reached + 1, reached + 2]
+
+
 def test_a_part_that_does_not_exist_is_named_before_training(lightning, buffer):
     learner = make_learner(lightning)
     publisher = WeightPublisher(tr.SharedWeights(learner), module="actor")

@@ -13,6 +13,7 @@ from forked import Forked, eventually, shared_counters
 from torch import nn
 
 import torchreplay as tr
+from torchreplay.weights.shared_weights import go_on_from
 
 
 class Constant(nn.Module):
@@ -304,6 +305,41 @@ def test_publish_returns_its_own_version_although_another_publisher_follows_at_o
     other = pickle.loads(pickle.dumps(weights))
     weights._native = Behind(weights._native, end_publish=lambda: other.publish(Constant(2.0)))
     assert (weights.publish(Constant(1.0)), weights.version) == (1, 2)
+
+
+@pytest.mark.parametrize("version", [0, 1, 2, 3, 8, 9])
+def test_weights_go_on_from_a_later_version_as_they_are(version):
+    weights = tr.SharedWeights(Constant(1.0))
+    weights.publish(Constant(2.0))
+    reader, module = pickle.loads(pickle.dumps(weights)), Constant()
+    go_on_from(weights, version)
+    newest = max(version, 1)
+    assert reader.pull(module)
+    assert (reader.version, reader.pulled_version, module.numbers()) == (newest, newest, {2.0})
+    assert weights.publish(Constant(3.0)) == newest + 1
+    assert reader.pull(module)
+    assert (reader.pulled_version, module.numbers()) == (newest + 1, {3.0})
+
+
+def test_a_reader_gets_whole_weights_while_their_version_jumps():
+    weights = tr.SharedWeights(Constant(0.0, 20_000))
+    over = threading.Event()
+
+    def publish():
+        for number in range(1, 60):
+            go_on_from(weights, weights.version + number % 5)
+            weights.publish(Constant(float(number), 20_000))
+        over.set()
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    reader, module, last = pickle.loads(pickle.dumps(weights)), Constant(0.0, 20_000), 0.0
+    while not over.is_set():
+        reader.pull(module)
+        [number] = module.numbers()
+        assert number >= last
+        last = number
+    thread.join()
 
 
 def test_repr_tells_version_and_size():

@@ -9,7 +9,7 @@ from torch import nn
 from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.lightning.compat import Callback
 from torchreplay.validation import checked_instance, checked_int
-from torchreplay.weights.shared_weights import SharedWeights
+from torchreplay.weights.shared_weights import SharedWeights, go_on_from
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -64,9 +64,14 @@ class WeightPublisher(Callback):
             self._part(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Publishes the weights of a checkpoint that the run resumes from."""
+        """Publishes the weights of a checkpoint that the run resumes from.
+
+        They are of the version after that of the buffer, which a `ReplayCheckpoint` has restored by now.
+        """
         self._step, self._batches = trainer.global_step, 0
         if trainer.global_step > 0:
+            if self.buffer is not None and trainer.local_rank == 0:
+                go_on_from(self.weights, self.buffer.policy_version)
             self._publish(trainer, pl_module)
 
     def on_train_batch_end(

@@ -283,6 +283,23 @@ def newest_of(weights: SharedWeights) -> tuple[int, torch.Tensor]:
             return version, content
 
 
+def go_on_from(weights: SharedWeights, version: int) -> None:
+    """Has the newest weights be of that version, unless they are of a later one: the next publication follows on it.
+
+    A run that resumes has made its weights before its buffer is restored. For the other rooms of this package.
+    """
+    native, complete = weights._native, False
+    try:
+        weights._begin_publish()
+        newest = weights.version
+        if newest < version:
+            if (version - newest) % 2:  # it lies in the other one of the two buffers
+                native.buffer(version).copy_(native.buffer(newest))
+            complete = True
+    finally:
+        native.end_publish(complete, version)
+
+
 def _raise_version(buffer: Versioned, version: int) -> None:
     """Sets the buffer's version, unless a later publication has done so since."""
     try:

@@ -86,6 +86,23 @@ BOOST_AUTO_TEST_CASE(a_publication_given_up_changes_nothing) {
   BOOST_TEST(value_of(copy_of(*w, 2)) == 33);
 }
 
+BOOST_AUTO_TEST_CASE(a_publication_may_be_of_a_later_version) {
+  auto w = make_weights();
+  publish(*w, 11);
+  BOOST_TEST(w->begin_publish(kSecond));
+  fill(*w, 6, 22);
+  BOOST_TEST(value_of(copy_of(*w, 1)) == 11);
+  w->end_publish(true, 6);
+  BOOST_TEST(w->version() == 6U);
+  BOOST_TEST(w->intact(1));
+  BOOST_TEST(w->intact(6));
+  BOOST_TEST(w->begin_publish(kSecond));
+  BOOST_TEST(!w->intact(1));
+  BOOST_TEST(w->intact(6));
+  w->end_publish(true, 3);  // the next one is later
+  BOOST_TEST(w->version() == 7U);
+}
+
 BOOST_AUTO_TEST_CASE(a_publisher_killed_in_between_harms_neither_readers_nor_the_next_publisher) {
   auto w = make_weights();
   publish(*w, 11);

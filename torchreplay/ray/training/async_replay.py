@@ -24,6 +24,7 @@ from torchreplay.ray.sharded.stats import ShardedStats
 from torchreplay.ray.training.throughput import Throughput, Timing
 from torchreplay.schema.spec import VERSION
 from torchreplay.validation import checked_instance, checked_int
+from torchreplay.weights.shared_weights import go_on_from
 from torchreplay.workers.explorer_stats import ExplorerStats
 
 if TYPE_CHECKING:
@@ -308,6 +309,17 @@ class AsyncReplay:
             if self.evaluator is not None:
                 self.evaluator.check()
         return publishes
+
+    def resume(self) -> None:
+        """Publishes the weights of a checkpoint that a Trainer resumes from.
+
+        They are of the version after that of their buffer, which a `ReplayCheckpoint` has restored by now.
+        """
+        for name, weights in self._weights.items():
+            buffer = self._versioned(name)
+            if buffer is not None:
+                go_on_from(weights, buffer.policy_version)
+        self.publish()
 
     def publish(self) -> None:
         """Publishes the weights of every module."""

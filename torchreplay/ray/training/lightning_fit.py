@@ -37,6 +37,9 @@ class Fittable(Protocol):
     def end(self) -> None:
         """Ends measuring."""
 
+    def resume(self) -> None:
+        """Publishes the weights of a checkpoint."""
+
     def publish(self) -> None:
         """Publishes the weights."""
 
@@ -111,7 +114,7 @@ class _Learner(PriorityFeedback):
         if isinstance(self._replay.dataset, MixedDataset):
             self._replay.pool.start()
         if trainer.global_step > 0:
-            self._replay.publish()
+            self._replay.resume()
         self._published_at = trainer.global_step
         self._replay.begin()
         self._since = time.perf_counter()
