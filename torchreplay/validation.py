@@ -153,8 +153,12 @@ def as_numbers(
     """Returns `values` as a tensor, what is none yet as one on the CPU; of `dtype` and on `device`, if one is given.
 
     Raises:
-        ValueError: torch cannot make one of them; the text says `expected`.
+        ValueError: torch cannot make one of them, or some are masked; the text says `expected`.
     """
+    if isinstance(values, np.ndarray) and np.ma.is_masked(values):
+        raise ValueError(
+            f"{name}: got an array of which values are masked: pass array.filled(...), expected {expected}"
+        )
     try:
         if device is None:  # for every default device of torch, which tensors would use
             device = values.device if isinstance(values, torch.Tensor) else torch.device("cpu")

@@ -361,8 +361,9 @@ def test_masked_values_are_refused_and_a_mask_that_hides_nothing_is_none():
     buffer = tr.ReplayBuffer(SPEC, 10, sampler=tr.Prioritized())
     n, hidden = np.ma.array([1, 2], mask=[False, True]), r"an array of which values are masked: pass array\.filled"
     x = np.zeros((2, 2), np.float32)
-    with pytest.raises(ValueError, match=f"'n': got {hidden}"):
-        buffer.extend(deep={"x": x}, n=n)
+    for casting in ("same_kind", "unsafe"):
+        with pytest.raises(ValueError, match=f"'n': got {hidden}"):
+            buffer.extend(deep={"x": x}, n=n, casting=casting)
     with pytest.raises(ValueError, match=f"'n': got {hidden}"):
         buffer.writer().append(deep={"x": x[0]}, n=np.ma.masked)
     with pytest.raises(ValueError, match=f"priority: got {hidden}"):
@@ -374,6 +375,8 @@ def test_masked_values_are_refused_and_a_mask_that_hides_nothing_is_none():
         buffer.update_priorities(keys, n)
     with pytest.raises(ValueError, match=f"keys are {hidden}"):
         buffer.update_priorities(np.ma.array([0, 1], mask=[True, False]), [1.0, 1.0])
+    with pytest.raises(ValueError, match=f"TD errors for 'one': got {hidden}"):
+        tr.MixedDataset({"one": buffer}, 2).update_priorities({"one": buffer.sample(2)}, {"one": n})
     assert buffer.stats().updated == 0
 
 

@@ -63,6 +63,8 @@ def _ragged_as_dtype(value: Any, dtype: torch.dtype) -> Any:
 def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to("cpu", dtype)
+    if np.ma.is_masked(value):  # an array of these numbers has lost the mask
+        return value
     try:
         array = np.asarray(value)
         if array.dtype.kind not in "biuf":
