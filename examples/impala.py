@@ -6,19 +6,23 @@ once, the oldest first. Explorers wait where it is full, and the learner where i
 old an unroll's policy is when it is learned from, and V-trace corrects for that.
 
 An explorer that raises or is killed is reported and started again. What is lost is the unroll that it had not finished.
-The queue is memory of this program: it ends with the learner. `path=` would keep it in a file.
+Without `--directory` the queue ends with this program. With it the queue is a file, and the model is saved beside it.
+A program that is killed as a whole then goes on from there: no finished unroll is lost, or learned from twice.
 
     python examples/impala.py --seed 1
     python examples/impala.py --env LunarLander-v3
+    python examples/impala.py --directory run  # kill it, and start it again
     torchreplay watch                      # from another terminal
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -47,6 +51,10 @@ class Args:
     """greedy episodes in an evaluation"""
     solved_at: float | None = None
     """mean return of an evaluation that ends the run; None: the environment's own threshold"""
+    directory: Path | None = None
+    """keeps the queue and the saved model, and goes on with those that it has; None: nothing outlives the run"""
+    save_every: int = 25
+    """learner steps between two saves, with a directory"""
     tensorboard: bool = True
     """whether to write curves to runs/impala-seed<seed>"""
 
@@ -57,7 +65,7 @@ class Args:
     unroll: int = 20
     """steps of an unroll; one that ends its episode is shorter"""
     capacity: int = 10_000
-    """rows that the queue holds: what explorers may write ahead of the learner"""
+    """rows that the queue holds: what explorers may write ahead of the learner, beside what is held until a save"""
 
     gamma: float = 0.99
     """discount of one step"""
@@ -156,30 +164,56 @@ def evaluate(policy: nn.Module, episodes: int, seed: int, env: str = "CartPole-v
     return returns
 
 
-def learn(policy: nn.Module, critic: nn.Module, queue: tr.ReplayBuffer, weights: tr.SharedWeights, args: Args) -> None:
-    """The learner's loop, until an evaluation is good enough."""
-    optimizer = torch.optim.Adam([*policy.parameters(), *critic.parameters()], lr=args.learning_rate)
-    curves = SummaryWriter(f"runs/impala-seed{args.seed}", purge_step=0) if args.tensorboard else None
-    monitor, began = tr.Monitor(queue, curves), time.monotonic()
-    for step in range(1, args.total_steps + 1):
-        with queue.claim(args.batch_size) as batch:  # an error in the block would give the unrolls back
+def queue_of(args: Args, env: gym.Env) -> tr.ReplayBuffer:
+    """Returns the queue: the one that the directory has, or a new one."""
+    how = {"view": tr.Sequences(args.unroll), "sampler": tr.Fifo(), "name": "unrolls"}
+    capacity, spec = args.capacity, tr.spec_from_env(env) | {"log_prob": tr.Field()}
+    if args.directory:
+        args.directory.mkdir(parents=True, exist_ok=True)
+        how |= {"path": args.directory / "unrolls", "sampler": tr.Fifo(commit="manual")}  # done when it is committed
+        if how["path"].exists():
+            return tr.ReplayBuffer.open(how["path"])
+        capacity += args.save_every * args.batch_size * args.unroll  # a save ends what was handed out since the last
+    return tr.ReplayBuffer(spec, capacity, **how)
+
+
+def learn(policy: nn.Module, critic: nn.Module, queue: tr.ReplayBuffer, args: Args) -> None:
+    """The learner's loop, with explorers beside it, until an evaluation is good enough."""
+    learner = {"policy": policy, "critic": critic, "batches": tr.ReplayDataset(queue, args.batch_size)}
+    learner["optimizer"] = torch.optim.Adam([*policy.parameters(), *critic.parameters()], lr=args.learning_rate)
+    done, path = 0, args.directory and args.directory / "model.pt"
+    if path and path.exists():
+        saved = torch.load(path)
+        done = saved["step"]
+        for name, part in learner.items():
+            part.load_state_dict(saved[name])  # of the batches: what this model has learned from does not come again
+    curves = SummaryWriter(f"runs/impala-seed{args.seed}", purge_step=done) if args.tensorboard else None
+    monitor, weights, began = tr.Monitor(queue, curves), tr.SharedWeights(policy, version=done), time.monotonic()
+    work, seed = partial(explore, args=args), args.seed + done  # other episodes than before a restart
+    with ExplorerPool(work, args.num_explorers, queue, weights, seed=seed):
+        for step, batch in zip(range(done + 1, args.total_steps + 1), learner["batches"], strict=False):
             loss = loss_of(policy, critic, batch, args)
-            optimizer.zero_grad()
+            learner["optimizer"].zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
-            optimizer.step()
-        weights.publish(policy)
-        monitor.step(step)
-        if step % args.eval_every == 0:
-            mean_return = evaluate(policy, args.eval_episodes, args.seed + step, args.env).mean()
-            solved = bool(mean_return >= args.solved_at)
-            line = {"step": step, "mean_return": mean_return, "rows": queue.stats().rows_written}
-            print(json.dumps(line | {"seconds": round(time.monotonic() - began, 1), "solved": solved}), flush=True)
-            if curves:
-                curves.add_scalar("charts/mean_return", mean_return, step)
-                curves.flush()
-            if solved:
-                return
+            nn.utils.clip_grad_norm_(learner["optimizer"].param_groups[0]["params"], 0.5)
+            learner["optimizer"].step()
+            weights.publish(policy)
+            monitor.step(step)
+            if path and step % args.save_every == 0:
+                saved = {name: part.state_dict() for name, part in learner.items()}
+                torch.save(saved | {"step": step}, path.with_suffix(".new"))
+                os.replace(path.with_suffix(".new"), path)  # a whole model, or the one before
+                queue.commit()  # only now: until here a death would bring back what was learned from
+            if step % args.eval_every == 0:
+                mean_return = evaluate(policy, args.eval_episodes, args.seed + step, args.env).mean()
+                solved = bool(mean_return >= args.solved_at)
+                line = {"step": step, "mean_return": mean_return, "rows": queue.stats().rows_written}
+                print(json.dumps(line | {"seconds": round(time.monotonic() - began, 1), "solved": solved}), flush=True)
+                if curves:
+                    curves.add_scalar("charts/mean_return", mean_return, step)
+                    curves.flush()
+                if solved:
+                    return
 
 
 def main(args: Args) -> None:
@@ -192,11 +226,8 @@ def main(args: Args) -> None:
         raise ValueError(f"{args.env} has no reward threshold: say what counts as solved, --solved-at 100")
     inputs = env.observation_space.shape[0]
     policy, critic = mlp(inputs, env.action_space.n), mlp(inputs, 1)
-    weights = tr.SharedWeights(policy)
-    spec = tr.spec_from_env(env) | {"log_prob": tr.Field()}
-    queue = tr.ReplayBuffer(spec, args.capacity, view=tr.Sequences(args.unroll), sampler=tr.Fifo(), name="unrolls")
-    with queue, ExplorerPool(partial(explore, args=args), args.num_explorers, queue, weights, seed=args.seed):
-        learn(policy, critic, queue, weights, args)
+    with queue_of(args, env) as queue:
+        learn(policy, critic, queue, args)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 import torch
+import warm_interpreter
 from child_processes import explorers_of
 from example_programs import EXAMPLES, assert_tensorboard_says, evaluations, imported, succeed
 
@@ -95,6 +96,69 @@ def test_without_one_explorer_the_others_do_its_work_and_without_any_the_learner
     said = errors.split("WouldBlockForever: ")[1]
     assert "would wait for ever" in said
     assert said.count("died of signal 9 (Killed)") == 2
+
+
+ACCOUNTED = """
+import os, signal, sys
+sys.path.insert(0, {examples!r})
+import impala, torch
+
+plain_mlp, plain_loss, plain_replace = impala.mlp, impala.loss_of, os.replace
+
+
+def die_at(moment):
+    if moment == os.environ.get("DIES"):
+        os.killpg(0, signal.SIGKILL)  # the learner, the explorers and their fork server
+
+
+def mlp(inputs, outputs):
+    network = plain_mlp(inputs, outputs)
+    if outputs == 1:  # the critic, which is saved: how often it has learned from each unroll
+        network.register_buffer("learned", torch.zeros(100_000, dtype=torch.int64))
+    return network
+
+
+def loss_of(policy, critic, batch, args):
+    critic.learned.index_add_(0, batch["key"], torch.ones_like(batch["key"]))
+    die_at(f"learning {{critic.learned.sum() // args.batch_size}}")
+    return plain_loss(policy, critic, batch, args)
+
+
+def replace(source, target):
+    plain_replace(source, target)
+    die_at(f"saved {{torch.load(target)['step']}}")
+
+
+impala.mlp, impala.loss_of, os.replace = mlp, loss_of, replace
+if __name__ == "__main__":
+    impala.main(impala.tyro.cli(impala.Args))
+"""
+
+
+@pytest.mark.slow
+def test_impala_killed_as_a_whole_learns_from_each_finished_unroll_once(tmp_path, monkeypatch):
+    (tmp_path / "program.py").write_text(ACCOUNTED.format(examples=str(EXAMPLES)))
+    small = f"{QUICK} {SMALL['impala']} --unroll 5 --capacity 400"
+    flags = f"{small} --directory run --save-every 4 --total-steps 12 --eval-every 12 --no-tensorboard"
+
+    def live(dies):
+        monkeypatch.setenv("DIES", dies)
+        return warm_interpreter.run(tmp_path / "program.py", flags.split(), tmp_path, timeout=60)
+
+    for dies, step in (("learning 7", 4), ("saved 8", 8)):  # between two saves; behind the saved model, uncommitted
+        assert live(dies).returncode == -signal.SIGKILL
+        assert torch.load(tmp_path / "run" / "model.pt")["step"] == step
+    done = live("of age")
+    assert done.returncode == 0, done.stderr
+    assert_learned(evaluations(done), [12])
+    learned = torch.load(tmp_path / "run" / "model.pt")["critic"]["learned"]
+    assert learned.max() == 1
+    assert learned.sum() == 12 * 8
+    with tr.ReplayBuffer.open(tmp_path / "run" / "unrolls") as queue:
+        stats = queue.stats()
+        assert stats.inserted == learned.sum() + stats.drawable  # what was ever finished is learned from, or waits
+        assert stats.dropped_items == 0
+        assert learned[queue.sample(stats.drawable)["key"]].sum() == 0
 
 
 @pytest.mark.soak
