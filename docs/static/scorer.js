@@ -14,6 +14,8 @@ const ABOUT = [
   [/writer|actor|explorer|worker|weights|policy/, /^explorers$/],
   [/gpu|cuda|pin|prefetch|fast|slow|dataloader/, /^performance$/],
   [/save|load|resume|checkpoint|crash|file|disk/, /^persistence$/],
+  [/exact|resum|reproduc|\brng|generator/, /^resuming_a_loop$/],
+  [/d4rl|minari|offline|record|timeout|terminal|td3|iql|\bbc\b|npz|hdf5/, /^recorded_data$/],
   [/alpha|beta|capacity|priorit/, /^choosing$/],
   [/ppo|impala|on.?policy|fifo|rollout|queue/, /^queues$/],
   [/stale|age\b|version|admi/, /^rollout_age$/],

@@ -30,6 +30,7 @@ NAMES = [
     "impala",
     "multi_agent",
     "offline",
+    "offline_continuous",
     "ppo",
 ]
 NAMES += ["r2d2", "sac_continuous", "sb3"]
@@ -40,6 +41,7 @@ NEEDS |= {
     "dqn_atari": ["ale_py"],
     "multi_agent": ["pettingzoo"],
     "offline": ["h5py"],
+    "offline_continuous": ["h5py", "mujoco"],
     "sb3": ["stable_baselines3"],
 }
 
