@@ -179,19 +179,20 @@ def queue_of(args: Args, env: gym.Env) -> tr.ReplayBuffer:
 
 def learn(policy: nn.Module, critic: nn.Module, queue: tr.ReplayBuffer, args: Args) -> None:
     """The learner's loop, with explorers beside it, until an evaluation is good enough."""
-    learner = {"policy": policy, "critic": critic, "batches": tr.ReplayDataset(queue, args.batch_size)}
+    learner = {"policy": policy, "critic": critic, "drawn": tr.ReplayDataset(queue)}  # its state names what is held
     learner["optimizer"] = torch.optim.Adam([*policy.parameters(), *critic.parameters()], lr=args.learning_rate)
     done, path = 0, args.directory and args.directory / "model.pt"
     if path and path.exists():
         saved = torch.load(path)
         done = saved["step"]
         for name, part in learner.items():
-            part.load_state_dict(saved[name])  # of the batches: what this model has learned from does not come again
+            part.load_state_dict(saved[name])  # of what was drawn: what this model has learned from does not come again
     curves = SummaryWriter(f"runs/impala-seed{args.seed}", purge_step=done) if args.tensorboard else None
     monitor, weights, began = tr.Monitor(queue, curves), tr.SharedWeights(policy, version=done), time.monotonic()
     work, seed = partial(explore, args=args), args.seed + done  # other episodes than before a restart
     with ExplorerPool(work, args.num_explorers, queue, weights, seed=seed):
-        for step, batch in zip(range(done + 1, args.total_steps + 1), learner["batches"], strict=False):
+        for step in range(done + 1, args.total_steps + 1):
+            batch = queue.sample(args.batch_size)
             loss = loss_of(policy, critic, batch, args)
             learner["optimizer"].zero_grad()
             loss.backward()
