@@ -1,7 +1,7 @@
 """TD3+BC: continuous control from recorded arrays alone, as D4RL lays them out; without a step in the environment.
 
 A minimalist approach to offline reinforcement learning (Fujimoto and Gu 2021, https://arxiv.org/abs/2106.06860): TD3
-whose actor is also pulled to the recorded actions. A clumsy player, most of whose actions are random, plays MuJoCo's
+whose actor is also pulled to the recorded actions. A clumsy player, some of whose actions are random, plays MuJoCo's
 InvertedPendulum-v5 in short episodes. They are written into an HDF5 file with D4RL's names: `observations`, `actions`,
 `rewards`, `terminals` and `timeouts`. `tr.episodes_from_flat` makes episodes of them, and the buffer transitions:
 
@@ -49,7 +49,7 @@ class Args:
     """HDF5 file with D4RL's arrays; made in a temporary directory if not given"""
     total_steps: int = 20_000
     """learner steps at most; the run ends earlier once it is solved"""
-    eval_every: int = 1_000
+    eval_every: int = 500
     """learner steps between two evaluations"""
     eval_episodes: int = 20
     """episodes of an evaluation, played side by side"""
@@ -59,8 +59,8 @@ class Args:
     """whether to write curves to runs/offline_continuous-seed<seed>"""
 
     recorded_steps: int = 10_000
-    """steps that the player plays, in episodes of 20 at most"""
-    noise: float = 0.8
+    """steps that the player plays, in episodes of 100 at most"""
+    noise: float = 0.3
     """share of the player's actions that are random"""
 
     alpha: float = 2.5
@@ -88,7 +88,7 @@ class Args:
 
 def record(path: Path, args: Args) -> None:
     """Lets the player play, and writes its steps into a file as D4RL lays them out: one after the other."""
-    rng, env = np.random.default_rng(args.seed), gymnasium.make(args.env, max_episode_steps=20)
+    rng, env = np.random.default_rng(args.seed), gymnasium.make(args.env, max_episode_steps=100)
     steps = {name: [] for name in ("observations", "actions", "rewards", "terminals", "timeouts")}
     obs, _ = env.reset(seed=args.seed)
     for _ in range(args.recorded_steps):

@@ -112,6 +112,6 @@ def test_it_does_better_than_the_player_from_a_file_alone_and_tensorboard_says_s
     flags = "--seed 1 --total-steps 1000 --eval-every 500 --eval-episodes 3 --solved-at 100000"
     lines = evaluations(succeed(NAME, tmp_path, *flags.split(), timeout=150))
     assert [line["step"] for line in lines] == [500, 1000]
-    assert lines[-1]["mean_return"] > 2 * lines[-1]["recorded"]
+    assert lines[-1]["mean_return"] > 4 * lines[-1]["recorded"]  # of at most 100
     kept = curve(tmp_path / "runs" / f"{NAME}-seed1")
     assert kept == pytest.approx({line["step"]: line["mean_return"] for line in lines}, abs=1e-2)
