@@ -214,8 +214,9 @@ def _runs(
 
 def keep(room: ItemBytes, which: NDArray[np.int64]) -> None:
     """Moves chosen items, ascending, to the front of a batch, in any order: the last ones fill the free places."""
-    moved = which[np.searchsorted(which, len(which)) :]
-    vacant = np.setdiff1d(np.arange(len(which)), which, assume_unique=True)
+    at_front = int(np.searchsorted(which, len(which)))
+    moved, vacant = which[at_front:], np.ones(len(which), np.bool_)
+    vacant[which[:at_front]] = False
     for rows in room:
         rows[vacant] = rows[moved]
 

@@ -112,8 +112,9 @@ def chosen(chance: np.random.Generator, given: int, count: int) -> NDArray[np.in
     """Returns which `count` of `given` candidates are taken, each set of so many being equally likely, ascending."""
     if count == given:
         return np.arange(given)
-    left_out = chance.choice(given, given - count, replace=False)
-    return np.delete(np.arange(given), left_out)
+    stays = np.ones(given, np.bool_)
+    stays[chance.choice(given, given - count, replace=False)] = False
+    return np.flatnonzero(stays)
 
 
 def as_keys(given: Any) -> NDArray[np.int64]:

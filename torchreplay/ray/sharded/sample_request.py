@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from torchreplay.buffer.tree_summary import TreeSummary
@@ -102,8 +103,12 @@ class SampleRequest:
         return self._layout.joined(parts), np.array([len(which) for _, _, which in parts], np.int64)
 
     def _fixed(self, answers: list[Answer], counts: NDArray[np.int64]) -> tuple[ReplayBatch, NDArray[np.int64]]:
+        (figures, block), *others = answers
+        lone = None if others or self._batch is not None else block
+        if isinstance(lone, np.ndarray) and lone.flags.writeable and figures.candidates == self.n:
+            return self._layout.batch_over(torch.from_numpy(lone), self.n), counts  # none of Ray's object store
         batch = self._layout.new_batch(self.n) if self._batch is None else self._batch
-        if len(answers) == 1 and answers[0][1] is None:  # if only that shard has items, they are the batch
+        if block is None and not others:  # if only that shard has items, they are the batch
             return batch, counts
         room, at = self._layout.item_bytes(batch), 0
         for (figures, block), count in zip(answers, counts.tolist(), strict=True):

@@ -92,7 +92,10 @@ def whole(arrival: Arrival[T]) -> T:
 
 
 def send(connection: socket.socket, *parts: Any) -> None:
-    """Sends all of some buffers, small ones together."""
+    """Sends all of some buffers."""
     views = [memoryview(part).cast("B") for part in parts if len(part)]
-    for view in views if sum(map(len, views)) > 1 << 16 else [b"".join(views)]:
-        connection.sendall(view)
+    sent = connection.sendmsg(views)
+    for view in views:
+        if sent < len(view):
+            connection.sendall(view[sent:])
+        sent = max(0, sent - len(view))
