@@ -215,8 +215,9 @@ def _runs(
 def keep(room: ItemBytes, which: NDArray[np.int64]) -> None:
     """Moves chosen items, ascending, to the front of a batch, in any order: the last ones fill the free places."""
     at_front = int(np.searchsorted(which, len(which)))
-    moved, vacant = which[at_front:], np.ones(len(which), np.bool_)
-    vacant[which[:at_front]] = False
+    free = np.ones(len(which), np.bool_)
+    free[which[:at_front]] = False
+    moved, vacant = which[at_front:], np.flatnonzero(free)
     for rows in room:
         rows[vacant] = rows[moved]
 
