@@ -8,10 +8,13 @@ import pytest
 import warm_interpreter
 from paths import ROOT
 
+import torchreplay as tr
+
 gymnasium = pytest.importorskip("gymnasium")
 
 PAGE = (ROOT / "docs" / "resuming_a_loop.md").read_text()
-PROGRAM = PAGE.split("```python\n")[1].split("```")[0]
+PROGRAM, _, MUJOCO = (part.split("```")[0] for part in PAGE.split("```python\n")[1:])
+QUEUE = next(part for part in (ROOT / "docs" / "persistence.md").read_text().split("```") if "queue_run" in part)
 SIZES = "STEPS, SAVE_EVERY, BEGIN = 2_000, 500, 200 "
 DEATHS = """
 import itertools, os, signal
@@ -62,15 +65,28 @@ def test_a_loop_that_is_killed_twice_takes_the_steps_of_one_that_never_was(live,
     assert len({line.rpartition(" ")[2] for line in whole}) > 20  # losses, none like another
     broken = tmp_path / "broken"
     assert live(broken, "step 250")[1] == -signal.SIGKILL  # between the first save and the second
-    (first,) = (name for name in os.listdir(broken / "run") if name.startswith("replay-"))
-    assert live(broken, "before run/loop.pt is replaced")[1] == -signal.SIGKILL
-    assert len(os.listdir(broken / "run")) == 4  # two buffers, the old model's file and the new one
+    (first,) = (name for name in os.listdir(broken / "loop") if name.startswith("replay-"))
+    assert live(broken, "before loop/model.pt is replaced")[1] == -signal.SIGKILL
+    assert len(os.listdir(broken / "loop")) == 4  # two buffers, the old model's file and the new one
     resumed, status = live(broken)
     assert status == 0
     assert resumed == whole[-len(resumed) :]
     assert len(resumed) < len(whole)
     before = whole[-len(resumed) - 1]
     assert before.startswith(f"step {first.removeprefix('replay-')}:")
+    assert live(broken) == ([], 0)  # it was saved at its end
+
+
+@pytest.mark.slow
+def test_the_queue_beside_it_is_opened_again_after_a_death_and_when_all_is_learned(monkeypatch, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(DEATHS + QUEUE.removeprefix("python\n"))
+    for dies, status in (("before queue_run/model.pt is replaced", -signal.SIGKILL), ("of age", 0), ("of age", 0)):
+        monkeypatch.setenv("DIES", dies)
+        done = warm_interpreter.run(program, [], tmp_path, timeout=60)
+        assert done.returncode == status, done.stderr
+        with tr.ReplayBuffer.open(tmp_path / "queue_run" / "queue") as queue:
+            assert queue.stats().drawable == (640 if status else 0)
 
 
 def taken(env, steps):
@@ -119,14 +135,12 @@ def test_in_mid_episode_a_pickle_has_the_whole_state_of_a_plain_environment_and_
 
 
 def test_mujoco_s_own_state_brings_back_the_middle_of_an_episode():
-    mujoco, np = pytest.importorskip("mujoco"), pytest.importorskip("numpy")
+    pytest.importorskip("mujoco")
+    page = {}
+    exec(MUJOCO, page)
     one, other = made("Hopper-v5", 3), made("Hopper-v5", 4)
     taken(one, 3)
-    model, data, kind = one.unwrapped.model, one.unwrapped.data, mujoco.mjtState.mjSTATE_INTEGRATION
-    state = np.empty(mujoco.mj_stateSize(model, kind))
-    mujoco.mj_getState(model, data, state, kind)
-    mujoco.mj_setState(other.unwrapped.model, other.unwrapped.data, state, kind)
-    mujoco.mj_forward(other.unwrapped.model, other.unwrapped.data)
+    page["go_back"](other, page["state_of"](one))
     actions = [one.action_space.sample() for _ in range(8)]
     observed = [[env.step(action)[0].tolist() for action in actions] for env in (one, other)]
     assert observed[0] == observed[1]

@@ -58,8 +58,9 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
       takes longer than a draw does not wait. A batch misses the TD errors that are fed back between its draw and its
       handing out; `stats().staleness` says how many.
     - The same seed and the same calls give the same batches. Feedback and rows of the iterating thread come after the
-      batches ordered before. TD errors that it feeds back in steps of 0.2 ms or more are applied by the native thread.
-      The next call of the buffer finds them applied.
+      batches ordered before, unless such rows had to wait 0.2 s for a draw. Rows of others come when they come. TD
+      errors that it feeds back in steps of 0.2 ms or more are applied by the native thread. The next call of the buffer
+      finds them applied.
     - A new iteration continues the buffer's stream of draws; it does not start the same draws again. What an iteration
       has drawn ahead when it ends has not been drawn.
     - In `DataLoader` workers, under every start method, each worker draws from its own stream, and the workers
@@ -325,7 +326,8 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         """Continues where `state_dict` was taken: the next iteration hands out what was left of that one.
 
         With the buffer as it was then (`ReplayBuffer.load`), the batches are those that would have come. Batches drawn
-        ahead whose rows the buffer does not hold are left out, and those of another size than `batch_size`.
+        ahead whose rows the buffer does not hold are left out, and those of another size than `batch_size`. With
+        `prefetch=0` nothing is drawn ahead.
 
         Where items leave after so many draws (`max_draws`), no item comes more often; without replacement none comes
         twice in an epoch. Over the same memory in the same process nothing comes again: what was drawn ahead is drawn
