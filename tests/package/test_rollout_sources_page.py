@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from paths import ROOT
+from safetensors.torch import load_file
 
 import torchreplay as tr
 
@@ -22,10 +23,14 @@ class Engine:
 
     def __init__(self, loader):
         self.loader, self.weights, self.loading, self.under_way, self.most = loader, None, False, 0, 0
+        self.is_shut_down = False
         self.model_runner = SimpleNamespace(model=self)
 
     def load_weights(self, weights):
         self.weights = int(dict(weights)["weight"])
+
+    def shutdown(self):
+        self.is_shut_down = True
 
     async def collective_rpc(self, method, args):
         assert not self.loading
@@ -51,6 +56,9 @@ def page(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     names = {"MODEL": "a model", "reward_of": lambda text, answer: float(answer)}
     exec(WEIGHTS, names)
+    weights = ModuleType("weights")
+    vars(weights).update(names)
+    monkeypatch.setitem(sys.modules, "weights", weights)
     engine = Engine(names["WeightLoader"])
     vllm = {
         "vllm": {"AsyncEngineArgs": SimpleNamespace, "SamplingParams": SimpleNamespace},
@@ -92,5 +100,16 @@ def test_each_rollout_has_the_version_that_the_engine_had_when_it_began_and_come
             page.publish(policy, queue, version)
         queue.stop()
         generator.join()
+    assert engine.is_shut_down
     assert len(versions) > 5
     assert 1 < engine.most <= 4  # (max_age + 1) * batch_size / 8 groups are under way at first
+
+
+def test_weights_of_a_model_whose_layers_share_a_tensor_are_published_under_both_names(page):
+    page, _ = page
+    model = torch.nn.ModuleDict({"embedding": torch.nn.Embedding(5, 3), "head": torch.nn.Linear(3, 5, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    page.publish(model, SimpleNamespace(), 4)
+    found = load_file("versions/4.safetensors")
+    assert found.keys() == {"embedding.weight", "head.weight"}
+    assert all(torch.equal(value, model["head"].weight) for value in found.values())
