@@ -189,7 +189,7 @@ def learn(policy: nn.Module, critic: nn.Module, queue: tr.ReplayBuffer, args: Ar
             part.load_state_dict(saved[name])  # of what was drawn: what this model has learned from does not come again
     curves = SummaryWriter(f"runs/impala-seed{args.seed}", purge_step=done) if args.tensorboard else None
     monitor, weights, began = tr.Monitor(queue, curves), tr.SharedWeights(policy, version=done), time.monotonic()
-    work, seed = partial(explore, args=args), args.seed + done  # other episodes than before a restart
+    work, seed = partial(explore, args=args), None if queue.stats().rows_written else args.seed  # new after a restart
     with ExplorerPool(work, args.num_explorers, queue, weights, seed=seed):
         for step in range(done + 1, args.total_steps + 1):
             batch = queue.sample(args.batch_size)
