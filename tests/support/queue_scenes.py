@@ -215,7 +215,7 @@ class DeadCommit(Scene):
         self.queue.commit()
 
     def take_all(self):
-        while self.queue.num_items:
+        while self.queue.num_items or self.queue.stats().held_items:  # what a dead process holds comes with a draw
             self.take()
 
     def perform(self, start):
