@@ -96,7 +96,8 @@ def _turns(buffer: Any, batch_size: int) -> dict[str, Turn]:
     return {**draws, **fed_back}
 
 
-def _rate(turn: Turn, seconds: float) -> float:
+def rate(turn: Turn, seconds: float) -> float:
+    """Returns how many turns there are a second, after a few that do not count."""
     for _ in range(WARM_UP):
         turn()
     start, count = time.perf_counter(), 0
@@ -139,7 +140,7 @@ def _beside_a_buffer(name: str, replay: ShardedReplay, buffer: Any, n: int, opti
     for _ in range(options.rounds):
         for way in ours:
             for candidate, turn in ((OURS, ours[way]), (BUFFER, theirs[way])):
-                figures[f"{name}: {way}"][candidate].append(_rate(turn, options.seconds))
+                figures[f"{name}: {way}"][candidate].append(rate(turn, options.seconds))
     return figures
 
 
@@ -151,10 +152,10 @@ def _beside_bytes(
     figures: Figures = {f"{name}: {way}": {OURS: [], **{other: [] for other in others}} for way in ours}
     for _ in range(options.rounds):
         # The same bytes, however they are asked for: once in a round.
-        once = {other: _rate(turn, options.seconds) for other, turn in others.items()}
+        once = {other: rate(turn, options.seconds) for other, turn in others.items()}
         for way, turn in ours.items():
-            for candidate, rate in {OURS: _rate(turn, options.seconds), **once}.items():
-                figures[f"{name}: {way}"][candidate].append(rate)
+            for candidate, figure in {OURS: rate(turn, options.seconds), **once}.items():
+                figures[f"{name}: {way}"][candidate].append(figure)
     if not replay.stats().wire_bytes:
         raise RuntimeError("no connection to a shard was made: batches came by calls of Ray's")
     return figures

@@ -8,7 +8,6 @@ JSON object: batches a second of both learners together.
 import argparse
 import json
 import threading
-import time
 from typing import Any
 
 import ray
@@ -16,7 +15,7 @@ import ray
 import torchreplay as tr
 from benchmarks.line import OURS
 from benchmarks.peers.torchreplay import row_spec
-from benchmarks.shard_places import BUFFER, STORE, WARM_UP
+from benchmarks.shard_places import BUFFER, STORE, rate
 from benchmarks.workload import SMALL
 from torchreplay.ray import ShardedReplay
 
@@ -63,14 +62,7 @@ class Learner:
 
     def draw(self, name: str, way: str, seconds: float) -> float:
         """Returns the batches a second."""
-        turn = self._turns[name, way]
-        for _ in range(WARM_UP):
-            turn()
-        start, drawn = time.perf_counter(), 0
-        while time.perf_counter() < start + seconds:
-            turn()
-            drawn += 1
-        return drawn / (time.perf_counter() - start)
+        return rate(self._turns[name, way], seconds)
 
 
 def main() -> None:

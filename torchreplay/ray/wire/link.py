@@ -111,7 +111,7 @@ class Link:
             raise
         self._broken: Exception | None = None
         self._waiting: deque[tuple[Reply[Any], Read]] = deque()
-        self._lock, self._reading = threading.RLock(), threading.RLock()  # of who sends, and of who reads
+        self._lock, self._reading = threading.RLock(), threading.RLock()  # of sending, and of reading
         self._news = threading.Condition()
         self._sender = self._reader = 0  # the threads that send a request and read answers now
         self._answers, self._amid = self._receive_answers(), False
@@ -214,7 +214,7 @@ class Link:
         return seconds > 0
 
     def _tell(self) -> None:
-        """Wakes those who wait for another to read: an answer has come, or nobody reads any more."""
+        """Wakes the threads that let another read: an answer has come, or no thread reads any more."""
         with self._news:
             self._news.notify_all()
 
@@ -250,6 +250,6 @@ class Link:
             while waiting:
                 waiting.popleft()[0].settle(error)
             self._tell()
-            if self._reading.acquire(blocking=False):  # who reads now hears of it, and comes here
+            if self._reading.acquire(blocking=False):  # another thread that reads hears of the end, and closes it
                 self._connection.close()
                 self._reading.release()

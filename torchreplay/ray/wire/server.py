@@ -80,7 +80,7 @@ class Server(ABC):
                 send(connection, *self.answer(whole(receive_head(come, self.request)), lambda room: whole(come(room))))
 
     def _is_known(self, connection: socket.socket) -> bool:
-        """Returns whether who has connected says the secret in time."""
+        """Returns whether the other side says the secret in time."""
         set_up(connection)
         due = HELLO + self.address.secret
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", HELLO_SECONDS, 0))

@@ -39,7 +39,7 @@ class Way(Generic[L]):
         self._ray, self._kind, self._called, self._locate = import_ray(), kind, called, locate
         self._carried = carried or Carried()
         self._link: L | None = None
-        self._end: Callable[[], object] = bool  # ends the connection, also with this object: its thread holds it
+        self._end: Callable[[], object] = bool  # ends the connection, also when this object is gone
         self._located: Any = None  # the call for an address that is under way
         self._not_before = 0.0  # monotonic time of the next try
         self._reached = False  # whether there was a connection
