@@ -1,5 +1,6 @@
 """`rewrite`, `rows_of`, `discard` and `discard_episode`: rows that are there get other values, or are drawn no more."""
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -379,13 +380,18 @@ def test_writers_get_on_beside_one_who_rewrites_and_no_row_is_lost():
 
     thread = threading.Thread(target=rewrite)
     thread.start()
-    for i in range(500):
-        buffer.extend(x=np.zeros((1, 3)), nest={"a": [i], "b": [0]})
+    keys = [int(buffer.extend(x=np.zeros((1, 3)), nest={"a": [i], "b": [0]})[0]) for i in range(500)]
     over.set()
     thread.join()
-    batch = buffer.gather(buffer.keys())
-    assert batch["nest"]["a"].tolist()[-1] == 499
-    assert buffer.stats().rows_written == 510
+    # A writer passes over a slot that somebody keeps in use. The key of such a slot has no row.
+    assert all(old < new for old, new in itertools.pairwise(keys))
+    head = buffer.stats().rows_written
+    assert head == keys[-1] + 1
+    there = [i for i, key in enumerate(keys) if key >= head - buffer.capacity]
+    assert buffer.keys(rows=True).tolist()[-len(there) :] == [keys[i] for i in there]
+    assert buffer.gather([keys[i] for i in there])["nest"]["a"].tolist() == there
+    after = buffer.extend(x=np.zeros((10, 3)), nest={"a": np.arange(10), "b": [0] * 10})
+    assert after.tolist() == list(range(head, head + 10)), "nobody keeps a slot in use now"
 
 
 def test_a_discarded_episode_is_no_episode_and_items_count_once(tmp_path):
