@@ -121,7 +121,7 @@ class Absorber {
   // Takes the rows away that lie in the slots [first, last), at most kChunk of them, and have keys below `end`.
   void clear(uint64_t first, uint64_t last, uint64_t end) {
     const DirtyScope dirty(header_, Dirty::kSlots);
-    const uint64_t dropped = header_.dropped_items;
+    drops_ = false;  // nobody overwrites them
     head_ = header_.absorbed;
     for (uint64_t slot = first; slot < last; slot++) {
       std::atomic<uint64_t>& word = memory_.row(slot).word;
@@ -136,7 +136,7 @@ class Absorber {
       TORCHREPLAY_FAULT("clear.voided");
       sync_below(slot, head_);
     }
-    header_.dropped_items = dropped;  // nobody overwrote them
+    drops_ = true;
     leaves_.flush();
   }
 
@@ -239,7 +239,7 @@ class Absorber {
   // the new one. If it is found half done, it can be done again.
   template <bool kMore = true>
   void evict(uint64_t slot, uint64_t& at) {
-    if (kMore && is_queue_) claims_.let_row_go(slot, at);
+    if (kMore && is_queue_) claims_.let_row_go(slot, at, drops_);
     retire<kMore>(slot);
     TORCHREPLAY_FAULT("evict.leaf");
     if (linked_) {
@@ -268,8 +268,8 @@ class Absorber {
     const bool drawable = tree_.leaf(static_cast<int64_t>(anchor)) > 0;
     header_.evicted_unsampled += drawable && !drawn_.contains(anchor);
     if (kMore && is_queue_) {
-      header_.dropped_items += drawable;
-      claims_.end_item(anchor);
+      header_.dropped_items += drawable && drops_;
+      claims_.end_item(anchor, drops_);
     }
     if (kMore && counts_draws_) counts_.end_item(anchor);
     leaves_.set(anchor, 0);
@@ -367,6 +367,7 @@ class Absorber {
   PageFollower pages_;
   uint64_t head_ = 0;  // of the running absorption
   uint64_t adopted_ = 0, deferred_ = 0;
+  bool drops_ = true;           // items that go count as dropped
   uint64_t expired_below_ = 0;  // blocks of slots that hold nothing too old any more
 };
 

@@ -77,6 +77,11 @@ class Admission {
     TORCHREPLAY_FAULT("admit.come_again");
   }
 
+  // `done_before`, when of the items that somebody holds `n` are dropped. Those whose version has come stay counted.
+  uint64_t done_without(uint64_t n) const {
+    return header_.done_before + (header_.admission_begun ? unpublished(version(), n) : 0);
+  }
+
   // A learner that goes on from what it has saved takes `n` items, and is done with them: their versions have come. If
   // it dies first they go back.
   void note_learnt(uint64_t n) {

@@ -19,7 +19,7 @@ namespace torchreplay {
 
 // What is known of the row in a slot, in one word: each change is one store.
 struct Claim {
-  static constexpr uint64_t kMostDraws = 0xffff;
+  static constexpr uint64_t kMostDraws = 0xffff, kLost = 0xfffe;
   static constexpr uint64_t kEnding = uint64_t{1} << 30;
 
   uint64_t word = 0;  // holder << 32 | closed << 31 | ending << 30 | writer << 16 | draws
@@ -32,12 +32,17 @@ struct Claim {
 
   // The presence of the process that has its item; 0: nobody has.
   uint32_t holder() const { return static_cast<uint32_t>(word >> 32); }
-  uint64_t draws() const { return word & kMostDraws; }  // that are done; kMostDraws: there will be none
+  // That are done. kMostDraws: there will be none. Of an item that is held: kLost, if it lacks a row.
+  uint64_t draws() const { return word & kMostDraws; }
   uint64_t writer() const { return word >> 16 & 0x3fff; }
   bool closed() const { return word >> 31 & 1; }  // its stream does not go on after it
   bool ending() const { return word & kEnding; }  // its holder is done with it, if it is the one that the header names
 
   bool is_untouched() const { return holder() == 0 && draws() == 0; }
+  // It was whole when its holder got it. It is dropped, unless that one commits it.
+  bool is_lost() const { return holder() != 0 && draws() == kLost; }
+  // Nobody gets it again, whatever its holder does.
+  bool is_over() const { return draws() == kMostDraws || is_lost(); }
 
   Claim held_by(uint32_t presence) const { return {(word & 0xffffffff) | uint64_t{presence} << 32}; }
   Claim free() const { return {word & 0xffffffff & ~kEnding}; }
@@ -47,17 +52,21 @@ struct Claim {
 };
 static_assert(kMaxParticipants <= 1 << 14);
 
-// A process that holds items. An entry with none is free.
+// A process that holds items. An entry with none, of which it has lost none, is free.
 struct ItemHolder {
   uint32_t presence;
   int32_t pid;
-  uint64_t items;
+  uint64_t items;  // that are there
+  uint64_t lost;   // whose rows have gone: which these are it knows itself
+
+  bool is_free() const { return items == 0 && lost == 0; }
 };
 static_assert(sizeof(ItemHolder) == kHolderBytes);
 
 // An item that somebody holds, or that was handed out as often as it may be, has a leaf of 0, as one that is not
 // complete has. A holder's death is seen by its presence, whose lock comes free. Then its items are in their places
-// again.
+// again. Those that lack a row by then are dropped, and count so once. Keys that a process commits or releases, and
+// that are not there, are taken for such.
 class Claims {
  public:
   explicit Claims(SegmentMemory& m)
@@ -92,31 +101,42 @@ class Claims {
       if (is_there(key)) close_stream(memory_.slot_of(static_cast<uint64_t>(key)));
   }
 
-  // The item anchored there lacks a row from now on: who holds it may go on, and nobody gets it again.
-  void end_item(uint64_t slot) {
+  // The item anchored there lacks a row from now on: who holds it may go on, and nobody gets it again. `dropped`: it
+  // is, unless that one commits it. Nobody drops what is cleared.
+  void end_item(uint64_t slot, bool dropped = true) {
     const Claim claim = of(slot);
-    header_.handed_out -= is_handed_out(claim);
-    words_[slot] = claim.with_draws(Claim::kMostDraws).word;
+    end_item_with(slot, is_lost(claim, dropped) ? Claim::kLost : Claim::kMostDraws);
   }
 
-  // The row with that key is about to go. Its item stays counted, if somebody holds it or is done with it.
-  void let_row_go(uint64_t slot, uint64_t key1) {
-    if (!is_handed_out(of(slot))) return;
-    header_.gone_with_it = header_.handed_out_gone + 1;
-    kill_fence();
-    header_.going_key1 = key1;
-    TORCHREPLAY_FAULT("claims.going");
-    finish_going();
+  // The row with that key is about to go. Its item stays counted, if somebody holds it or is done with it. `dropped` as
+  // above.
+  void let_row_go(uint64_t slot, uint64_t key1, bool dropped = true) {
+    const Claim claim = of(slot);
+    const bool lost = is_lost(claim, dropped), counts = is_handed_out(claim);
+    if (!lost && !counts) return;
+    ItemHolder* loser = lost ? &entry_of(claim.holder()) : nullptr;
+    change_counts(key1, header_.handed_out_gone + counts, header_.dropped_items, header_.done_before, loser, +1);
   }
 
   // Whoever died while a row was going left it counted once: with those that are there, or with those that have gone.
+  // So it is with what was dropped.
   void finish_going() {
     const uint64_t key1 = header_.going_key1;
     if (!key1) return;
     header_.handed_out_gone = header_.gone_with_it;
     TORCHREPLAY_FAULT("claims.gone");
-    const uint64_t slot = memory_.slot_of(key1 - 1);
-    if (memory_.at(slot) == key1) end_item(slot);
+    header_.dropped_items = header_.dropped_with_it;
+    header_.done_before = header_.done_with_it;
+    TORCHREPLAY_FAULT("claims.dropped");
+    if (header_.loser1 && header_.loser1 <= static_cast<uint32_t>(kMaxParticipants)) {
+      uint64_t& lost = holders_[header_.loser1 - 1].lost;
+      header_.lost += header_.lost_with_it - lost;
+      lost = header_.lost_with_it;
+    }
+    TORCHREPLAY_FAULT("claims.lost");
+    if (key1 != kNever)
+      if (const uint64_t slot = memory_.slot_of(key1 - 1); memory_.at(slot) == key1)
+        end_item_with(slot, Claim::kMostDraws);
     TORCHREPLAY_FAULT("claims.gone_and_ended");
     kill_fence();
     header_.going_key1 = 0;
@@ -151,11 +171,12 @@ class Claims {
   }
 
   // The process is done with those of the items that it holds: with all of them, or, if it dies, with none. Or a group
-  // would be given again that is not whole. Returns how many these are.
-  uint64_t commit(const std::vector<int64_t>& keys, uint32_t presence) {
-    if (keys.empty()) return 0;
+  // would be given again that is not whole. Returns how many these are. `forgotten`: items that it has lost, and whose
+  // keys it does not know any more.
+  uint64_t commit(const std::vector<int64_t>& keys, uint32_t presence, uint64_t forgotten = 0) {
+    if (keys.empty() && !forgotten) return 0;
     const DirtyScope dirty(header_, Dirty::kTree);
-    find_held(keys, presence);
+    const uint64_t lost = forgotten + find_held(keys, presence);
     for (const uint64_t slot : held_) {
       words_[slot] = of(slot).with_ending(true).word;
       TORCHREPLAY_FAULT("claims.marked");
@@ -167,24 +188,32 @@ class Claims {
     kill_fence();
     header_.ending = 0;
     TORCHREPLAY_FAULT("claims.ended");
+    lose_no_more(presence, lost, false);
     return n;
   }
 
-  // Those of the items that it holds are in their places again. Returns how many these are.
-  uint64_t release(const std::vector<int64_t>& keys, uint32_t presence) {
-    if (keys.empty()) return 0;
+  // Those of the items that it holds are in their places again, or are dropped. Returns how many these are.
+  uint64_t release(const std::vector<int64_t>& keys, uint32_t presence, uint64_t forgotten = 0) {
+    if (keys.empty() && !forgotten) return 0;
     const DirtyScope dirty(header_, Dirty::kTree);
-    find_held(keys, presence);
-    if (Admission::is_kept(header_)) Admission(memory_).let_come_again(held_.size());
-    return let_go(presence, [](Claim c) { return c.draws(); });
+    const uint64_t lost = forgotten + find_held(keys, presence);
+    for (const uint64_t slot : held_)
+      if (of(slot).is_lost()) drop_lost(slot);
+    const auto again = std::ranges::count_if(held_, [this](uint64_t slot) { return !of(slot).is_over(); });
+    if (Admission::is_kept(header_)) Admission(memory_).let_come_again(static_cast<uint64_t>(again));
+    const uint64_t n = let_go(presence, [](Claim c) { return c.draws(); });
+    lose_no_more(presence, lost, true);
+    return n;
   }
 
-  // The same for all that it holds. O(capacity).
+  // The same for all that it holds or has lost. O(capacity), if it holds any.
   void release_all_of(uint32_t presence) {
+    const ItemHolder* holder = find_entry(presence);
+    if (!holder) return;
     std::vector<int64_t> keys;
-    for (uint64_t slot = 0; slot < memory_.capacity(); slot++)
+    for (uint64_t slot = 0; holder->items && slot < memory_.capacity(); slot++)
       if (of(slot).holder() == presence) keys.push_back(static_cast<int64_t>(memory_.at(slot)) - 1);
-    release(keys, presence);
+    release(keys, presence, holder->lost);
   }
 
   // Nobody gets these items any more, all of which could be drawn, in slots that ascend.
@@ -201,10 +230,10 @@ class Claims {
 
   // What the dead hold is in its place again. A system call for each other holder, and O(capacity) for each that died.
   void release_from_the_dead() {
-    if (header_.held == 0) return;
+    if (header_.held == 0 && header_.lost == 0) return;
     for (uint32_t i = 0; i < header_.holders; i++) {
       const ItemHolder& h = holders_[i];
-      if (!h.items || memory_.liveness().present(h.presence)) continue;
+      if (h.is_free() || memory_.liveness().present(h.presence)) continue;
       TORCHREPLAY_FAULT("claims.found_dead");
       release_all_of(h.presence);
       TORCHREPLAY_FAULT("claims.dead_released");
@@ -216,15 +245,16 @@ class Claims {
     std::vector<int64_t> draws;
     for (const int64_t key : keys) {
       const Claim claim = of(memory_.slot_of(static_cast<uint64_t>(key)));
-      const bool held = is_there(key) && claim.holder() == presence && claim.draws() < Claim::kMostDraws;
+      const bool held = is_there(key) && claim.holder() == presence && !claim.is_over();
       draws.push_back(held ? static_cast<int64_t>(claim.draws()) : -1);
     }
     return draws;
   }
 
   // Each item that was done so often is done once more, whoever has it. So it is the same to do that twice. The process
-  // of that presence takes what nobody has: what it does not come to end goes back. Returns how many these are.
-  uint64_t end_draws(const std::vector<int64_t>& keys, const std::vector<int64_t>& draws, uint32_t presence) {
+  // of that presence takes what nobody has: what it does not come to end goes back. Returns the keys of these.
+  std::vector<int64_t> end_draws(const std::vector<int64_t>& keys, const std::vector<int64_t>& draws,
+                                 uint32_t presence) {
     std::map<uint32_t, std::vector<int64_t>> held;  // by their holders
     std::vector<int64_t> free;
     for (size_t i = 0; i < keys.size(); i++) {
@@ -238,17 +268,22 @@ class Claims {
     }
     const uint64_t taken = take_keys(free, presence);
     if (Admission::is_kept(header_)) Admission(memory_).note_learnt(taken);
-    uint64_t n = commit(free, presence);
-    for (const auto& [holder, theirs] : held) n += commit(theirs, holder);
-    return n;
+    commit(free, presence);
+    for (const auto& [holder, theirs] : held) {
+      commit(theirs, holder);
+      free.insert(free.end(), theirs.begin(), theirs.end());
+    }
+    return free;
   }
 
   // What one process has drawn another one holds from now on. False, and nothing is changed: somebody else has got some
   // of it meanwhile, or it is done. What nobody has, as the one that drew it is dead, is taken.
   bool adopt(const std::vector<int64_t>& keys, uint32_t from, uint32_t to) {
     std::vector<int64_t> held, free;
+    uint64_t lost = 0;
     for (const int64_t key : keys) {
-      if (!is_there(key)) continue;  // the batch has the values
+      lost += !is_there(key);  // the batch has the values
+      if (!is_there(key)) continue;
       if (of(memory_.slot_of(static_cast<uint64_t>(key))).holder() == from)
         held.push_back(key);
       else if (is_free(key))
@@ -258,7 +293,15 @@ class Claims {
     }
     take_keys(free, to);
     pass_on(held, from, to);
+    pass_on_lost(lost, from, to);
     return true;
+  }
+
+  // Items that are dropped unless their holders commit them. O(capacity), where any are held.
+  uint64_t lost() const {
+    uint64_t n = header_.lost;
+    for (uint64_t slot = 0; header_.held && slot < memory_.capacity(); slot++) n += of(slot).is_lost();
+    return n;
   }
 
   // The clock of arrivals.
@@ -271,8 +314,11 @@ class Claims {
   // O(capacity).
   void restore() {
     finish_ending();
-    for (uint32_t i = 0; i < std::min<uint32_t>(header_.holders, kMaxParticipants); i++) holders_[i].items = 0;
-    header_.held = header_.handed_out = 0;
+    header_.held = header_.handed_out = header_.lost = 0;
+    for (uint32_t i = 0; i < std::min<uint32_t>(header_.holders, kMaxParticipants); i++) {
+      holders_[i].items = 0;
+      header_.lost += holders_[i].lost;
+    }
     for (uint64_t slot = 0; slot < memory_.capacity(); slot++) {
       if (!memory_.at(slot)) words_[slot] = 0;
       const Claim claim = of(slot);
@@ -289,8 +335,12 @@ class Claims {
 
   // Nobody of before is there any more. O(capacity).
   void release_all() {
+    finish_going();
     finish_ending();
+    for (uint32_t i = 0; i < std::min<uint32_t>(header_.holders, kMaxParticipants); i++)
+      lose_no_more(holders_[i].presence, holders_[i].lost, true);
     for (uint64_t slot = 0; slot < memory_.capacity(); slot++) {
+      if (of(slot).is_lost()) drop_lost(slot);
       const Claim claim = of(slot);
       arrive(slot);  // by the clock of this boot
       if (!claim.holder()) continue;
@@ -300,14 +350,68 @@ class Claims {
       }
       words_[slot] = claim.free().word;
     }
-    header_.held = header_.holders = 0;  // the rest is counted anew after that
+    header_.held = header_.lost = header_.holders = 0;  // the rest is counted anew after that
   }
 
  private:
   // Whether somebody has its item, or has had it as often as anybody may.
   bool is_handed_out(Claim claim) const {
-    if (claim.draws() == Claim::kMostDraws) return false;
+    if (claim.is_over()) return false;
     return claim.holder() != 0 || claim.draws() >= header_.sampler.max_draws;
+  }
+
+  // Whether its holder loses it, where it lacks a row from now on, or did before.
+  static bool is_lost(Claim claim, bool dropped) {
+    return claim.is_lost() || (dropped && claim.holder() && !claim.is_over());
+  }
+
+  void end_item_with(uint64_t slot, uint64_t draws) {
+    const Claim claim = of(slot);
+    header_.handed_out -= is_handed_out(claim);
+    words_[slot] = claim.with_draws(draws).word;
+  }
+
+  // These are the counts from now on, and of one holder so many items more are lost, also if this process dies in
+  // between. The item of that key + 1 is over.
+  void change_counts(uint64_t key1, uint64_t gone, uint64_t dropped, uint64_t done, const ItemHolder* loser,
+                     int64_t more) {
+    header_.gone_with_it = gone;
+    header_.dropped_with_it = dropped;
+    header_.done_with_it = done;
+    header_.loser1 = loser ? static_cast<uint32_t>(loser - holders_) + 1 : 0;
+    header_.lost_with_it = loser ? loser->lost + static_cast<uint64_t>(more) : 0;
+    kill_fence();
+    header_.going_key1 = key1;
+    TORCHREPLAY_FAULT("claims.going");
+    finish_going();
+  }
+
+  // An item that is there, and lacks a row, is dropped.
+  void drop_lost(uint64_t slot) {
+    change_counts(memory_.at(slot), header_.handed_out_gone, header_.dropped_items + 1, header_.done_before, nullptr,
+                  0);
+  }
+
+  // So many items that the process has lost, or all, are dropped or committed.
+  void lose_no_more(uint32_t presence, uint64_t n, bool dropped) {
+    const ItemHolder* loser = n ? find_entry(presence) : nullptr;
+    n = loser ? std::min(n, loser->lost) : 0;
+    if (n == 0) return;
+    const bool gives_back = dropped && Admission::is_kept(header_);
+    change_counts(kNever, header_.handed_out_gone, header_.dropped_items + (dropped ? n : 0),
+                  gives_back ? Admission(memory_).done_without(n) : header_.done_before, loser,
+                  -static_cast<int64_t>(n));
+  }
+
+  // So many that one has lost are another's. If this process dies in between, they are dropped.
+  void pass_on_lost(uint64_t n, uint32_t from, uint32_t to) {
+    const ItemHolder* loser = n && from != to ? find_entry(from) : nullptr;
+    n = loser ? std::min(n, loser->lost) : 0;
+    if (n == 0) return;
+    const uint64_t gone = header_.handed_out_gone, dropped = header_.dropped_items, done = header_.done_before;
+    const ItemHolder& heir = entry_of(to);
+    change_counts(kNever, gone, dropped + n, done, loser, -static_cast<int64_t>(n));
+    change_counts(kNever, gone, dropped, done, &heir, static_cast<int64_t>(n));
   }
 
   static ItemHolder* holders_of(SegmentMemory& m) { return reinterpret_cast<ItemHolder*>(m.holders()); }
@@ -331,15 +435,22 @@ class Claims {
     header_.ending = 0;
   }
 
-  // Of these items the slots of those that the process holds, each once.
-  void find_held(const std::vector<int64_t>& keys, uint32_t presence) {
+  // Of these items the slots of those that the process holds, each once. Returns how many are not there.
+  uint64_t find_held(const std::vector<int64_t>& keys, uint32_t presence) {
     held_.clear();
+    std::vector<int64_t> gone;
     for (const int64_t key : keys) {
       const uint64_t slot = memory_.slot_of(static_cast<uint64_t>(key));
-      if (memory_.at(slot) == static_cast<uint64_t>(key) + 1 && of(slot).holder() == presence) held_.push_back(slot);
+      if (memory_.at(slot) != static_cast<uint64_t>(key) + 1) {
+        if (header_.lost) gone.push_back(key);
+      } else if (of(slot).holder() == presence) {
+        held_.push_back(slot);
+      }
     }
     std::ranges::sort(held_);  // a key may come twice
     held_.erase(std::ranges::unique(held_).begin(), held_.end());
+    std::ranges::sort(gone);
+    return static_cast<uint64_t>(std::ranges::unique(gone).begin() - gone.begin());
   }
 
   bool is_there(int64_t key) const {
@@ -419,12 +530,20 @@ class Claims {
     header_.held--;
   }
 
-  // That of the process; where it has none, a free one becomes its own.
+  // That of the process; nullptr: it has none.
+  const ItemHolder* find_entry(uint32_t presence) const {
+    const ItemHolder* end = holders_ + header_.holders;
+    const ItemHolder* found =
+        std::find_if(holders_, holders_ + header_.holders, [&](const ItemHolder& h) { return h.presence == presence; });
+    return found == end ? nullptr : found;
+  }
+
+  // The same; where it has none, a free one becomes its own.
   ItemHolder& entry_of(uint32_t presence) {
     ItemHolder* unused = nullptr;
     for (uint32_t i = 0; i < header_.holders; i++) {
       if (holders_[i].presence == presence) return holders_[i];
-      if (!holders_[i].items && !unused) unused = &holders_[i];
+      if (holders_[i].is_free() && !unused) unused = &holders_[i];
     }
     if (!unused) {
       if (header_.holders >= static_cast<uint32_t>(kMaxParticipants))
@@ -434,7 +553,7 @@ class Claims {
       *unused = {};
       header_.holders++;
     }
-    *unused = {presence, memory_.liveness().has_presence() && memory_.presence() == presence ? getpid() : 0, 0};
+    *unused = {presence, memory_.liveness().has_presence() && memory_.presence() == presence ? getpid() : 0, 0, 0};
     return *unused;
   }
 

@@ -40,6 +40,7 @@ class Snapshot {
     lock.absorb();
     publish_limit(memory_);
     const LimiterConfig& limiter = h.limiter();
+    const uint64_t lost = Claims::are_kept(h) ? Claims(memory_).lost() : 0;  // nobody holds anything where it is loaded
     const Counts counts{h.head.load(std::memory_order_acquire),
                         h.inserted,
                         h.sampled,
@@ -55,7 +56,7 @@ class Snapshot {
                         limiter.sampled_before,
                         memory_.tree().grid_state(),
                         limiter.cleared,
-                        h.dropped_items,
+                        h.dropped_items + lost,
                         h.expired_items,
                         h.evicted_by_pages,
                         h.redraws.load(std::memory_order_relaxed),
@@ -217,7 +218,7 @@ class Snapshot {
     for (uint64_t slot = first; slot < last; slot++) {
       const Claim claim = claims.of(slot);
       float& leaf = leaf_[slot - first];
-      if (claim.holder() && claim.draws() != Claim::kMostDraws) leaf = 1;  // it comes again where it is loaded
+      if (claim.holder() && !claim.is_over()) leaf = 1;  // it comes again where it is loaded
       if (leaf > 0) leaf = 1 + static_cast<float>(claim.draws());
       if (leaf == 0 && !claim.is_untouched()) done_[slot - first] = kDiscarded;
     }

@@ -151,12 +151,12 @@ class Attachment {
 
   // Of a queue. This process is done with those of the items that it holds, and they leave, or come again. Returns how
   // many these are.
-  uint64_t commit(const std::vector<int64_t>& keys) {
-    return end_holding([&](Claims& claims) { return claims.commit(keys, memory_->presence()); });
+  uint64_t commit(const std::vector<int64_t>& keys, uint64_t forgotten = 0) {
+    return end_holding([&](Claims& claims) { return claims.commit(keys, memory_->presence(), forgotten); });
   }
   // The same, but they are in their places again.
-  uint64_t release(const std::vector<int64_t>& keys) {
-    return end_holding([&](Claims& claims) { return claims.release(keys, memory_->presence()); });
+  uint64_t release(const std::vector<int64_t>& keys, uint64_t forgotten = 0) {
+    return end_holding([&](Claims& claims) { return claims.release(keys, memory_->presence(), forgotten); });
   }
 
   // How often each item was done, of those that this process holds; of the others -1.
@@ -169,9 +169,14 @@ class Attachment {
     return draws;
   }
 
-  // Each item that was done so often is done once more, whoever has it. Returns how many these are.
-  uint64_t end_draws(const std::vector<int64_t>& keys, const std::vector<int64_t>& draws) {
-    return end_holding([&](Claims& claims) { return claims.end_draws(keys, draws, memory_->presence()); });
+  // Each item that was done so often is done once more, whoever has it. Returns the keys of these.
+  std::vector<int64_t> end_draws(const std::vector<int64_t>& keys, const std::vector<int64_t>& draws) {
+    std::vector<int64_t> ended;
+    end_holding([&](Claims& claims) {
+      ended = claims.end_draws(keys, draws, memory_->presence());
+      return uint64_t{0};
+    });
+    return ended;
   }
 
   // What the process of that presence has drawn this one holds from now on. False: not all of it is to be had.

@@ -34,7 +34,7 @@ class Holdings {
       if (key1 != 0 && key1 != added) overwritten_.insert(static_cast<int64_t>(std::min(key1, added)) - 1);
       key1 = std::max(key1, added);
     }
-    while (overwritten_.size() > memory_.capacity()) overwritten_.erase(overwritten_.begin());
+    for (; overwritten_.size() > memory_.capacity(); forgotten_++) overwritten_.erase(overwritten_.begin());
     order_.insert(order_.end(), keys, keys + n);
     if (loop) loops_[loop].assign(keys, keys + n);
     if (order_.size() > 2 * count_ + kSlack) order_ = in_slots();
@@ -80,6 +80,13 @@ class Holdings {
     for (auto& [loop, last] : loops_) std::erase_if(last, [&](int64_t key) { return !contains(key); });
   }
 
+  // How many are held whose keys are not known any more. They are none from now on.
+  uint64_t take_forgotten() {
+    follow_fork();
+    return std::exchange(forgotten_, 0);
+  }
+  void add_forgotten(uint64_t n) { forgotten_ += n; }
+
   // Those that were overwritten, and the others in the order in which they were got, each once. O(their number).
   std::vector<int64_t> all() {
     follow_fork();
@@ -119,7 +126,7 @@ class Holdings {
 
   void follow_fork() {
     if (std::exchange(generation_, fork_generation.load(std::memory_order_relaxed)) == fork_generation.load()) return;
-    count_ = 0;
+    count_ = forgotten_ = 0;
     order_.clear();
     overwritten_.clear();
     loops_.clear();
@@ -131,7 +138,7 @@ class Holdings {
   std::vector<uint64_t> key1_;     // of each slot: key + 1 of the item there that is held; 0: none is
   std::vector<int64_t> order_;     // and some that are held no longer
   std::set<int64_t> overwritten_;  // in slots of which this process holds a newer item; at most as many as slots
-  uint64_t count_ = 0;
+  uint64_t count_ = 0, forgotten_ = 0;
   std::map<uint64_t, std::vector<int64_t>> loops_;
   uint64_t loops_made_ = 0;
 };

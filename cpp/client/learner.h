@@ -261,7 +261,9 @@ class Learner {
 
   // Each item that was done so often is done once more, whoever has it. Returns how many these are.
   uint64_t end_draws(const std::vector<int64_t>& keys, const std::vector<int64_t>& draws) {
-    return require_open()->end_draws(keys, draws);
+    const std::vector<int64_t> ended = require_open()->end_draws(keys, draws);
+    holdings_.remove(ended);
+    return ended.size();
   }
 
   // A loop gets what the process of that presence has drawn for it. False: not all of it is to be had.
@@ -274,12 +276,13 @@ class Learner {
     return true;
   }
 
-  // These are done, or are in their places again. Returns how many still were this process's.
-  uint64_t commit(const std::vector<int64_t>& keys) {
-    return end(keys, [&](Attachment& a) { return a.commit(keys); });
+  // These are done, or are in their places again. Returns how many still were this process's. `all`: they are all that
+  // it holds.
+  uint64_t commit(const std::vector<int64_t>& keys, bool all) {
+    return end(keys, all, [&](Attachment& a, uint64_t forgotten) { return a.commit(keys, forgotten); });
   }
-  uint64_t release(const std::vector<int64_t>& keys) {
-    return end(keys, [&](Attachment& a) { return a.release(keys); });
+  uint64_t release(const std::vector<int64_t>& keys, bool all) {
+    return end(keys, all, [&](Attachment& a, uint64_t forgotten) { return a.release(keys, forgotten); });
   }
 
   // Copies the items anchored at `keys` that can be drawn, in their order. `step`: of the draw of this process whose
@@ -368,12 +371,14 @@ class Learner {
   };
 
   template <class End>
-  uint64_t end(const std::vector<int64_t>& keys, const End& end) {
+  uint64_t end(const std::vector<int64_t>& keys, bool all, const End& end) {
     const std::shared_ptr<Attachment> a = require_open();
     holdings_.remove(keys);
+    const uint64_t forgotten = all ? holdings_.take_forgotten() : 0;
     try {
-      return end(*a);
+      return end(*a, forgotten);
     } catch (...) {
+      holdings_.add_forgotten(forgotten);
       if (!closed()) holdings_.add(keys.data(), static_cast<int>(keys.size()), 0);
       throw;
     }

@@ -121,7 +121,7 @@ class QueueTables {
   }
   ItemHolder holder(uint32_t i) const {
     const ItemHolder& h = (&of<ItemHolder>(layout_.holders))[i];
-    return {load(h.presence), load(h.pid), load(h.items)};
+    return {load(h.presence), load(h.pid), load(h.items), load(h.lost)};
   }
   std::optional<uint64_t> next(uint64_t slot) const { return linked(slot, &Links::next); }
   std::optional<uint64_t> prev(uint64_t slot) const { return linked(slot, &Links::prev); }

@@ -73,8 +73,9 @@ struct SegmentStats {
     const Unlocked others;
     SegmentLock lock(m);
     lock.absorb();
-    publish_limit(m);
     const Header& h = m.header();
+    if (Claims::are_kept(h)) Claims(m).release_from_the_dead();
+    publish_limit(m);
     const PriorityTree tree = m.tree();
     rows = h.rows, inserted = h.inserted, sampled = h.sampled, updated = h.updated, stale_updates = h.stale_updates,
     unready_updates = h.unready_updates, evicted_unsampled = h.evicted_unsampled, priority_change = h.priority_change,

@@ -60,17 +60,14 @@ class OldestItems {
   // Leaves out of the batch what could not be copied, and is gone: nobody got that. Groups are drawn anew.
   void drop_failed(const DrawRules& rules) {
     const uint32_t own = memory_.presence();
-    const auto lacks_rows = [&](const DrawnItem& item) {
-      return memory_.at(item.slot) != item.key1 || claims_.of(item.slot).draws() == Claim::kMostDraws;
+    const auto is_mine = [&](const DrawnItem& item) {
+      const Claim claim = claims_.of(item.slot);
+      return memory_.at(item.slot) == item.key1 && claim.holder() == own && !claim.is_over();
     };
-    if (header_.sampler.counts_dropped())
-      header_.dropped_items += static_cast<uint64_t>(std::ranges::count_if(drawing_.items, lacks_rows));
-    if (rules.groups) {
-      give_back(drawing_.keys_from(0));
-      drawing_.items.clear();
-    }
-    std::erase_if(drawing_.items,
-                  [&](const DrawnItem& item) { return lacks_rows(item) || claims_.of(item.slot).holder() != own; });
+    const auto first =
+        rules.groups ? drawing_.items.begin() : std::ranges::stable_partition(drawing_.items, is_mine).begin();
+    give_back(drawing_.keys_from(static_cast<size_t>(first - drawing_.items.begin())));
+    drawing_.items.erase(first, drawing_.items.end());
   }
 
   // Takes the oldest into the batch, up to `n` in all. Then all of it is to be copied.

@@ -63,7 +63,7 @@ inline PyObject* sample_groups(PyObject* self, PyObject* const* args, Py_ssize_t
 inline PyObject* commit(PyObject* self, PyObject* keys) {
   return method<SegmentObject>(self, [&](SegmentObject& s) {
     s.attached();
-    return s.learner->commit(held_keys(s, keys));
+    return s.learner->commit(held_keys(s, keys), keys == Py_None);
   });
 }
 
@@ -71,7 +71,7 @@ inline PyObject* commit(PyObject* self, PyObject* keys) {
 inline PyObject* release(PyObject* self, PyObject* keys) {
   return method<SegmentObject>(self, [&](SegmentObject& s) {
     s.attached();
-    return s.learner->release(held_keys(s, keys));
+    return s.learner->release(held_keys(s, keys), keys == Py_None);
   });
 }
 

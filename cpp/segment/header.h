@@ -185,7 +185,7 @@ struct Header {
   uint64_t discarded_below;  // no row with this key or a later one was discarded
   uint64_t needed_from;      // of a queue: no item needs a row below
   uint64_t settled_below;    // of a queue: rows below are in complete items, or in none
-  uint64_t dropped_items;    // of a queue: overwritten while they were still to be drawn
+  uint64_t dropped_items;    // of a queue: overwritten while they were still to be drawn, or held and not committed
   uint64_t held;             // of a queue: items that somebody holds
   // Of a queue: the anchor of an item that was not complete at the last look, the last row of it, and its steps so far.
   uint64_t unfinished_key, unfinished_last, unfinished_last_key1;
@@ -220,8 +220,12 @@ struct Header {
 
   // Of a queue: items that somebody holds or is done with, of the rows that are there, and of those that have gone.
   uint64_t handed_out, handed_out_gone;
-  // The row of one is going: key + 1 (0: none is), and handed_out_gone when it has.
-  uint64_t going_key1, gone_with_it;
+  // Items that went while somebody held them: dropped, unless that one commits them.
+  uint64_t lost;
+  // The row of an item is going: key + 1. 0: none is; kNever: items that have gone are dropped, or committed. And what
+  // follows from that: these counts, and what the holder with that index, less one, has lost (0: nobody has).
+  uint64_t going_key1, gone_with_it, dropped_with_it, done_with_it, lost_with_it;
+  uint32_t loser1;
   // Of an admission. Since when it counts: the learner's version, and items that were done by then.
   int64_t admission_base;
   uint64_t done_before;

@@ -17,7 +17,7 @@
 namespace torchreplay {
 
 inline constexpr uint64_t kLine = 64;
-inline constexpr uint64_t kFormatVersion = 18;
+inline constexpr uint64_t kFormatVersion = 19;
 inline constexpr int kMaxParticipants = 4096;  // writers, learners and supervisors at one time; ids fit 15 bits
 inline constexpr uint64_t kMaxCapacity = uint64_t{1} << 31;
 
@@ -163,7 +163,7 @@ inline uint64_t place_values(const std::vector<RaggedField>& fields, const uint3
 inline constexpr uint64_t kLinkedHeaderBytes = 24, kSingleHeaderBytes = 12;  // of a row
 inline constexpr uint64_t kSegmentHeaderBytes = kPage;
 inline constexpr uint64_t kParticipantBytes = kLine;
-inline constexpr uint64_t kHolderBytes = 16;
+inline constexpr uint64_t kHolderBytes = 24;
 inline constexpr uint64_t kVersionBlock = 512;  // slots of which one bound of their versions is kept
 
 // The smallest distance between values of `bytes` bytes, at multiples of 8, that lets none of them touch more lines

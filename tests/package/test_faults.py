@@ -54,6 +54,11 @@ def test_a_death_at_any_fault_point_leaves_the_buffer_to_the_others(faulty, name
     assert faulty.run(faulty_deaths.die_at_every_point, name, False, 1) > 60
 
 
+@pytest.mark.slow
+def test_a_death_where_items_are_dropped_counts_each_once(faulty):
+    assert faulty.run(faulty_deaths.die_where_items_are_dropped) > 200
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_an_explorers_death_at_any_step_loses_at_most_the_row_being_written(faulty, name):
     faulty.run(faulty_deaths.lose_the_row_being_written, name, 3)

@@ -13,6 +13,7 @@ import torch
 from faulty_lives import DIED, INDICES, Fault, await_stop, faulty, lives_of
 from faulty_scenes import scenes_of
 from forked import Forked, shared_counters
+from queue_scenes import DroppedItems
 from scene import Scene
 
 import torchreplay as tr
@@ -120,6 +121,14 @@ def kill_in_changes_of_the_grid():
                 update()
                 found = buffer.gather(keys)["probability"].double().numpy()
                 np.testing.assert_allclose(found, after / after.sum(), rtol=1e-5, err_msg=point)
+
+
+def die_where_items_are_dropped():
+    """A learner dies each time that it comes to a step of dropping an item. Returns how many died."""
+    reached = rehearse(DroppedItems("rows"))
+    points = ("claims.going", "claims.dropped", "claims.lost", "claims.let_go", "claims.ending")
+    faults = [Fault(point, nth) for point in points for nth in range(1, reached[point] + 1)]
+    return sum(dies_at(DroppedItems("rows"), fault, "where items are dropped") for fault in faults)
 
 
 def die_in_pairs(name, pairs, seed):

@@ -13,7 +13,7 @@ import torch
 from draw_scenes import DrawCounts, Epochs, Versions
 from faulty_lives import BATCH, Fault, await_stop, faulty, live
 from forked import Forked
-from queue_scenes import Admitted, DeadCommit, LongValues, Queue, SlowEpisode, StoppedWriter
+from queue_scenes import Admitted, DeadCommit, DroppedItems, LongValues, Queue, SlowEpisode, StoppedWriter
 from restore_scenes import ExplorersAfterARestore, Load, Restore, RestoreBesideAnExplorer, RestoreInVain, RestoreTooLate
 from scene import Scene, after_a_death_at
 from torch.utils._pytree import tree_map
@@ -277,6 +277,7 @@ OF_ROWS = {
     "beside a slow episode in a queue": SlowEpisode,
     "beside a stopped writer in a queue": StoppedWriter,
     "with values of any length": LongValues,
+    "in queues that drop the oldest": DroppedItems,
 }
 OF_TRAJECTORIES = {
     **dict(itertools.islice(OF_ROWS.items(), 16)),

@@ -6,7 +6,7 @@ import signal
 import numpy as np
 import torch
 from faulty_lives import DIED, Fault, await_stop, faulty
-from forked import Forked, shared_counters
+from forked import Forked, eventually, shared_counters
 from scene import Scene
 
 import torchreplay as tr
@@ -417,3 +417,77 @@ class LongValues(Scene):
             for _ in range(8):
                 writer.append(**longest)
         assert self.ring.num_items == 4, "pages were lost"
+
+
+class DroppedItems(Scene):
+    """A process draws from queues, and gives back what was overwritten meanwhile, or is done with it.
+
+    One queue has single rows, the other one items of several. This process writes, and lives: so it knows how many
+    items there were.
+    """
+
+    CAPACITY, TURNS = 12, 8
+
+    def __init__(self, name):
+        flag, sampler = tr.Field((), torch.bool), tr.Fifo(when_full="drop_oldest", commit="manual")
+        steps = {"obs": tr.Field(), "reward": tr.Field(), "terminated": flag, "truncated": flag}
+        self.rows = tr.ReplayBuffer({"x": tr.Field((), "int64")}, self.CAPACITY, sampler=sampler)
+        self.steps = tr.ReplayBuffer(steps, self.CAPACITY, view=tr.Transitions(n_step=2), sampler=sampler)
+        self.queues = self.rows, self.steps
+        self.written, self.turn, self.told = shared_counters(2), shared_counters(1), shared_counters(1)
+        self.began, self.done = shared_counters(2), shared_counters(2)  # items that were to be committed, and that are
+
+    def overwrite(self):
+        """Writes over some of what the process holds, and now and then over all."""
+        many = 9 if self.turn[0] % 3 == 2 else 4
+        self.rows.extend(x=np.arange(many))
+        with self.steps.writer() as writer:
+            writer.reset(obs=0.0)
+            for step in range(many):
+                writer.step(obs=0.0, reward=0.0, terminated=step == many - 1, truncated=False)
+        for number in range(2):
+            self.written[number] += many
+
+    def be_overwritten(self):
+        turn = self.turn[0]
+        self.told[0] += 1
+        eventually(lambda: self.turn[0] > turn, interval=0)
+
+    def end(self, number, keys, done):
+        queue = self.queues[number]
+        if not done:
+            queue.release(keys)
+            return
+        self.began[number] += len(keys)
+        queue.commit(keys)
+        self.done[number] += len(keys)
+
+    def work(self):
+        for turn in range(self.TURNS):
+            held = [queue.sample(6, at_least=1)["key"] for queue in self.queues]
+            self.be_overwritten()
+            for number, keys in enumerate(held):
+                self.end(number, keys[: len(keys) // 2], done=turn % 2)
+                self.end(number, keys[len(keys) // 2 :], done=turn % 4 == 2)
+        for queue in self.queues:
+            queue.sample(2)
+        self.be_overwritten()  # and its end gives back what is gone
+
+    def perform(self, start):
+        for _ in range(3):
+            self.overwrite()
+        with start(self.work) as process:
+            while process.is_running():
+                if self.told[0] > self.turn[0]:
+                    self.overwrite()
+                    self.turn[0] += 1
+            return process.wait()
+
+    def check(self):
+        self.overwrite()
+        for number, queue in enumerate(self.queues):
+            queue._segment.queue_state(False)  # what the dead held goes back
+            stats = queue.stats()
+            assert stats.held_items == 0
+            committed = self.written[number] - stats.dropped_items - stats.drawable
+            assert self.done[number] <= committed <= self.began[number], "an item counts as dropped twice, or never"

@@ -63,7 +63,8 @@ class Stats:
         evicted_unsampled: Items in `inserted` that were overwritten, or cleared, before they were ever drawn; items
             loaded from a checkpoint do not count.
         held_items: Of a queue: items that somebody holds; they are in none of the other figures of what is there.
-        dropped_items: Of a queue: items that were overwritten while they were still to be drawn.
+        dropped_items: Of a queue: items that were overwritten while they were still to be drawn. Of those overwritten
+            while somebody held them the ones that were given back, or whose holder died. They count from then on.
         oldest_age: Of a queue: seconds since the oldest item that can be drawn came; -1 if there is none, and of
             others.
         policy_version: The learner's version, as it was told; 0: nobody has.

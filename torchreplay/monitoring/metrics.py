@@ -37,7 +37,7 @@ COUNTERS: Final = {
     "rows_written": "keys given to writers",
     "dropped_rows": "rows that were being written when all processes had died",
     "expired_items": "items that became too old for the learner's policy version",
-    "dropped_items": "items of a queue that were overwritten while they were still to be drawn",
+    "dropped_items": "items of a queue that were overwritten while they were still to be drawn, or held and not committed",
     "insert_wait": "seconds that writers waited",
     "sample_wait": "seconds that learners waited for rows",
 }

@@ -69,7 +69,7 @@ class QueueFacts:
     Attributes:
         used: Rows of items that are to be drawn, held or unfinished, and those that no learner has looked at yet.
         held_items: Items that somebody holds.
-        dropped_items: Items that were overwritten while they were still to be drawn.
+        dropped_items: Items that were overwritten while they were still to be drawn, or held and not committed.
         oldest_age: Seconds since the oldest item came that can be drawn; -1 if there is none.
         need: Why writers have no room; NONE where they have.
         needed_pid: Whose doing that is; 0 where it is nobody's, or not known.
@@ -197,7 +197,7 @@ class Snapshot:
 
     @property
     def dropped_items(self) -> int:
-        """Items of a queue that were overwritten while they were still to be drawn."""
+        """Items of a queue that were overwritten while they were still to be drawn, or held and not committed."""
         return 0 if self.queue is None else self.queue.dropped_items
 
     @property

@@ -36,7 +36,8 @@ class Listed:
         learners: Those alive.
         to_draw: Items of a queue that wait to be drawn; -1: it is no queue.
         held_items: Items of a queue that somebody holds.
-        dropped_items: Items of a queue that were overwritten while they were still to be drawn.
+        dropped_items: Items of a queue that were overwritten while they were still to be drawn, or held and not
+            committed.
         oldest_age: Seconds since the oldest item of a queue came that can be drawn; -1 if there is none.
         age: Seconds since it was made.
         stopped: Whether it was stopped.

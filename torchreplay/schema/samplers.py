@@ -243,7 +243,8 @@ class Fifo:
         when_full: `"wait"`: writers wait while their next slot has a row of an item to draw. Rows that
             are held, and those of unfinished episodes whose writer lives, stay too. They are passed over, as long as a
             row comes after them that is done with: a slow learner or environment stops nobody. `"drop_oldest"`:
-            writers overwrite what is not drawn. `stats().dropped_items` counts it.
+            writers overwrite what is not drawn. `stats().dropped_items` counts it. They overwrite what is held, too:
+            that counts once it is given back, or its holder has died, and not if it is committed.
         commit: `"next"`: as above. `"manual"`: only `buffer.commit()` ends what is held, such as when the model is
             saved. After a crash all items since then come again, in the same order. The capacity must hold them.
         window: Share of the capacity by which an item may overtake older ones that are not complete yet, above 0 and at
