@@ -156,7 +156,8 @@ class Absorber {
     kill_fence();
     RowFacts row;
     if (mark_truncated(key, truncated) && memory_.at(slot) && streams_.facts_of(slot, row))
-      streams_.each_completed_by(slot, row, [&](uint64_t anchor, float priority) { complete(anchor, priority); });
+      streams_.each_completed_by(slot, row,
+                                 [&](uint64_t anchor, float priority) { complete(anchor, priority, kNoSlot); });
     sync_below(slot, head_);
     TORCHREPLAY_FAULT("end.synced");
     leaves_.flush();
@@ -323,22 +324,24 @@ class Absorber {
   // stays.
   template <bool kMore = true>
   void connect(uint64_t slot, const RowFacts& row, uint64_t before) {
-    if (!linked_) return complete<kMore>(slot, row.priority);
+    if (!linked_) return complete<kMore>(slot, row.priority, slot);
     if (before != kNoSlot) join(before, slot, row);
     TORCHREPLAY_FAULT("adopt.linked");
-    streams_.each_completed_by(slot, row, [&](uint64_t anchor, float priority) { complete<kMore>(anchor, priority); });
+    streams_.each_completed_by(slot, row,
+                               [&](uint64_t anchor, float priority) { complete<kMore>(anchor, priority, slot); });
   }
 
   void join(uint64_t before, uint64_t slot, const RowFacts& row) {
     streams_.follows(row) ? streams_.link(before, slot) : claims_.close_stream(before);
   }
 
+  // `last`: the slot of the row that makes the item complete; kNoSlot: none does.
   template <bool kMore = true>
-  void complete(uint64_t anchor, float priority) {
+  void complete(uint64_t anchor, float priority, uint64_t last) {
     if (tree_.leaf(static_cast<int64_t>(anchor)) > 0 || is_discarded(memory_, anchor)) return;
     if (kMore && is_queue_) {
       if (!claims_.of(anchor).is_untouched()) return;
-      claims_.arrive(anchor);
+      last == kNoSlot ? claims_.arrive(anchor) : claims_.arrive_with(anchor, last);
     }
     if (kMore && counts_draws_ && counts_.is_used_up(anchor)) return;
     drawn_.clear(anchor);

@@ -90,8 +90,12 @@ class Claims {
   // Its item, which is to be drawn, was so often.
   void set_draws(uint64_t slot, uint64_t n) { words_[slot] = of(slot).with_draws(n).word; }
 
-  // The item anchored there can be drawn for the first time.
-  void arrive(uint64_t slot) { memory_.arrivals()[slot] = millis(); }
+  // The item anchored there comes now.
+  void arrive(uint64_t slot) { note_arrival(slot, millis()); }
+  // It came with the row in the slot `last`, which completes it.
+  void arrive_with(uint64_t slot, uint64_t last) {
+    if (slot != last) note_arrival(slot, __atomic_load_n(&memory_.arrivals()[last], __ATOMIC_RELAXED));
+  }
 
   // The stream does not go on after the row.
   void close_stream(uint64_t slot) { words_[slot] = of(slot).closing().word; }
@@ -304,11 +308,11 @@ class Claims {
     return n;
   }
 
-  // The clock of arrivals.
-  static uint32_t millis() { return static_cast<uint32_t>(machine_ns(CLOCK_MONOTONIC_COARSE) / 1'000'000); }
-
   // Milliseconds since the item came, which is there.
-  uint32_t age(uint64_t slot) const { return millis() - memory_.arrivals()[slot]; }
+  uint32_t age(uint64_t slot) const {
+    const uint32_t then = __atomic_load_n(&memory_.arrivals()[slot], __ATOMIC_RELAXED);
+    return millis_since(then, millis());
+  }
 
   // Leaves and counts that follow from the claims, after a death in the midst. Sums are left to be computed.
   // O(capacity).
@@ -354,6 +358,10 @@ class Claims {
   }
 
  private:
+  void note_arrival(uint64_t slot, uint32_t when) {
+    __atomic_store_n(&memory_.arrivals()[slot], when, __ATOMIC_RELAXED);
+  }
+
   // Whether somebody has its item, or has had it as often as anybody may.
   bool is_handed_out(Claim claim) const {
     if (claim.is_over()) return false;

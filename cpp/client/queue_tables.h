@@ -83,21 +83,114 @@ class QueueTables {
     return longest;
   }
 
-  // Milliseconds since the item came that waits longest to be drawn. O(rows from the oldest that is needed on).
-  std::optional<uint32_t> oldest_age() const {
+  // Items that wait to be drawn, also those that nobody has looked at yet, and milliseconds since the one came that
+  // waits longest. Those that have become too old since the last look count.
+  struct Depth {
+    uint64_t to_draw = 0;
+    std::optional<uint32_t> oldest_age;
+  };
+
+  // O(rows from the oldest that is needed on), and of those that nobody has looked at the steps of their items.
+  Depth depth() const {
     const uint64_t absorbed = load(header_.absorbed), capacity = layout_.capacity;
+    const uint64_t head = std::max(absorbed, header_.head.load(std::memory_order_acquire));
+    const bool may_be_gone = !header_.sampler.makes_writers_wait();
+    const uint32_t now = millis();
+    Depth depth;
+    const auto add = [&](uint64_t last) {
+      depth.to_draw++;
+      const uint32_t age = millis_since(load((&of<uint32_t>(layout_.arrivals))[last]), now);
+      depth.oldest_age = std::max(depth.oldest_age.value_or(0), age);
+    };
     uint64_t key = std::max(load(header_.needed_from), absorbed > capacity ? absorbed - capacity : 0);
-    const uint32_t now = Claims::millis();
-    std::optional<uint32_t> oldest;
-    for (; key < absorbed; key++)
-      if (leaf(key % capacity) > 0) {
-        const uint32_t age = now - load((&of<uint32_t>(layout_.arrivals))[key % capacity]);
-        oldest = std::max(oldest.value_or(0), age);
-      }
-    return oldest;
+    for (; key < absorbed; key++) {
+      const uint64_t slot = key % capacity;
+      if (leaf(slot) > 0 && (!may_be_gone || is_whole(slot))) add(slot);
+    }
+    if (header_.importer.load(std::memory_order_relaxed)) return depth;  // nothing that comes counts before its end
+    const auto look = [&](uint64_t slot, uint64_t newest) {
+      if (is_unseen(slot, newest)) each_completed_by(slot, [&] { add(slot); });
+    };
+    each_pending([&](uint64_t slot) {
+      if (slot < absorbed) look(slot, absorbed - 1 - (absorbed - 1 - slot) % capacity);
+    });
+    for (key = std::max(absorbed, head > capacity ? head - capacity : 0); key < head; key++) look(key % capacity, key);
+    return depth;
   }
 
  private:
+  // Whether the row of that key + 1 is in the slot, and has its pages.
+  bool is_there(uint64_t slot, uint64_t key1) const {
+    const uint64_t word = word_of(slot);
+    if (!slot_word::is_row(word) || slot_word::key1(word) != key1) return false;
+    const Pages& pages = layout_.pages;
+    if (!pages.are_there()) return true;
+    const Field& run = layout_.fields[pages.run_field];
+    const uint64_t run1 = load(of<uint64_t>(run.offset + slot * run.stride));
+    return !run1 || run1 - 1 + pages.count >= header_.page_head.load(std::memory_order_relaxed);
+  }
+
+  // Whether the slot has a row that nobody has absorbed, and that whoever absorbs finds. `newest`: of its tickets.
+  bool is_unseen(uint64_t slot, uint64_t newest) const {
+    const uint64_t key1 = slot_word::key1(word_of(slot));
+    const bool passed = std::max(load((&of<uint64_t>(layout_.kept))[slot]), key1) < newest + 1;
+    return key1 <= newest + 1 && !passed && at_of(slot) != key1 && is_there(slot, key1);
+  }
+
+  // Whether an item that could be drawn at the last look has all its rows.
+  bool is_whole(uint64_t anchor) const {
+    std::optional<uint64_t> row = anchor;
+    for (uint32_t k = 0; row && k <= layout_.view.span; k++, row = next(*row)) {
+      if (!is_there(*row, at_of(*row))) return false;
+      if (!layout_.view.across && k > 0 && meta(*row).link & kEnds) break;
+    }
+    row = prev(anchor);
+    for (uint32_t k = 0; row && k < layout_.view.history; k++, row = prev(*row))
+      if (!is_there(*row, at_of(*row))) return false;
+    return true;
+  }
+
+  // Calls visit() for each item that the row completes, as Streams does, which has the rows' links: by what rows say
+  // themselves.
+  template <class Visit>
+  void each_completed_by(uint64_t slot, const Visit& visit) const {
+    const View& view = layout_.view;
+    const auto add = [&](uint64_t anchor) {
+      if (!(meta(anchor).link & kDiscarded)) visit();
+    };
+    if (!view.linked()) return add(slot);
+    const RowMeta row = meta(slot);
+    const bool ends = !view.across && (row.link & kEnds);
+    const auto is_anchor = [&](uint64_t step) { return view.across || step % view.stride == 0; };
+    if (!ends && !view.across && (row.step < view.span || !is_anchor(row.step - view.span))) return;
+    const std::vector<uint64_t> path = rows_before(slot, uint64_t{view.span} + view.history);
+    for (uint64_t k = ends ? view.min_steps : view.span; k <= std::min<uint64_t>(view.span, path.size()); k++) {
+      const uint64_t frames = view.across ? 0 : std::min<uint64_t>(row.step - k, view.history);
+      if (is_anchor(row.step - k) && path.size() >= k + frames) add(path[k - 1]);
+    }
+  }
+
+  // Slots of the rows before one of the same stream, nearest first, as far as items reach; at most so many.
+  std::vector<uint64_t> rows_before(uint64_t slot, uint64_t most) const {
+    std::vector<uint64_t> path;
+    for (RowMeta row = meta(slot); path.size() < std::min(most, layout_.capacity); row = meta(slot)) {
+      const uint64_t key1 = row.link >> 16;
+      if (!key1 || (!layout_.view.across && row.link & kFirst)) break;
+      slot = (key1 - 1) % layout_.capacity;
+      if (!is_there(slot, key1)) break;
+      path.push_back(slot);
+    }
+    return path;
+  }
+
+  template <class Visit>
+  void each_pending(const Visit& visit) const {
+    if (load(header_.pending) == 0) return;
+    for (uint64_t w = 0; w < (layout_.capacity + 63) / 64; w++)
+      for (uint64_t bits = load((&of<uint64_t>(layout_.pending))[w]); bits; bits &= bits - 1)
+        visit(w * 64 + static_cast<uint64_t>(std::countr_zero(bits)));
+  }
+
   template <class T>
   const T& of(uint64_t offset) const {
     return *reinterpret_cast<const T*>(base_ + offset);

@@ -110,15 +110,15 @@ inline PyObject* queue(PyObject* self, PyObject*) {
     if (!r.layout().view.claimed) return Py_NewRef(Py_None);
     const QueueTables tables(r.base(), r.layout());
     const OldestNeed oldest = tables.oldest_need();
-    const std::optional<uint32_t> age = tables.oldest_age();
+    const QueueTables::Depth depth = tables.depth();
     const Ref holders = segment::list_of(tables.holders(), [&](const ItemHolder& h) {
       return Py_BuildValue("iKO", h.pid, static_cast<unsigned long long>(h.items),
                            r.is_present(h.presence) ? Py_True : Py_False);
     });
-    return checked(Py_BuildValue("{sKsKsKsdsIsisO}", "used", tables.in_use(), "held_items", tables.held(),
-                                 "dropped_items", tables.dropped(), "oldest_age", age ? 1e-3 * *age : -1.0, "need",
-                                 static_cast<unsigned>(oldest.need), "needed_pid", oldest.pid, "holders",
-                                 holders.get()));
+    return checked(Py_BuildValue(
+        "{sKsKsKsKsdsIsisO}", "used", tables.in_use(), "to_draw", depth.to_draw, "held_items", tables.held(),
+        "dropped_items", tables.dropped(), "oldest_age", depth.oldest_age ? 1e-3 * *depth.oldest_age : -1.0, "need",
+        static_cast<unsigned>(oldest.need), "needed_pid", oldest.pid, "holders", holders.get()));
   });
 }
 

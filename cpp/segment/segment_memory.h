@@ -162,7 +162,8 @@ class SegmentMemory {
   uint64_t* drawn_words() const { return reinterpret_cast<uint64_t*>(base_ + layout_.drawn); }
   uint64_t* pending_words() const { return reinterpret_cast<uint64_t*>(base_ + layout_.pending); }
   uint64_t* pending_summary() const { return reinterpret_cast<uint64_t*>(base_ + layout_.pending_summary); }
-  // Of a queue: who holds items, who holds that of each slot, and when it came. Guarded by the mutex.
+  // Of a queue: who holds items, who holds that of each slot, and when it came. Guarded by the mutex, but when a row
+  // came says its writer.
   char* holders() const { return base_ + layout_.holders; }
   uint64_t* claims() const { return reinterpret_cast<uint64_t*>(base_ + layout_.claims); }
   uint64_t* kept() const { return reinterpret_cast<uint64_t*>(base_ + layout_.kept); }

@@ -52,4 +52,13 @@ inline int64_t machine_ns(clockid_t clock = CLOCK_MONOTONIC) {
   return monotonic_ns(clock) - offset;
 }
 
+// The same in milliseconds, which come round after seven weeks.
+inline uint32_t millis_of(int64_t ns) { return static_cast<uint32_t>(ns / 1'000'000); }
+inline uint32_t millis() { return millis_of(machine_ns(CLOCK_MONOTONIC_COARSE)); }
+// Others may have read the clock a little later than this process did.
+inline uint32_t millis_since(uint32_t then, uint32_t now) {
+  constexpr uint32_t kLater = 60'000;
+  return now - then > 0U - kLater ? 0 : now - then;
+}
+
 }  // namespace torchreplay

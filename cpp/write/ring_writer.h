@@ -38,7 +38,8 @@ class RingWriter {
         writer_(static_cast<uint64_t>(id)),
         queued_(memory.header().sampler.makes_writers_wait()),
         gated_(gated && !queued_),
-        linked_(memory.layout().view.linked()) {}
+        linked_(memory.layout().view.linked()),
+        arrivals_(memory.header().sampler.queue && memory.layout().view.claimed ? memory.arrivals() : nullptr) {}
 
   // From now on it does not give way.
   void pass_gate() { gated_ = false; }
@@ -108,6 +109,7 @@ class RingWriter {
       else if (!take_within_limit(h, first, chunk))
         continue;
       announce(first, chunk);
+      look_at_clock();
       for (uint64_t key = first; key < first + chunk; key++) {
         const uint64_t slot = memory_.slot_of(key);
         __builtin_prefetch(&memory_.row(slot + kAhead), 1);
@@ -152,6 +154,7 @@ class RingWriter {
       else if (!take_within_limit(h, key, one))
         continue;
       announce(key, 1);
+      look_at_clock();
       const uint64_t slot = memory_.slot_of(key);
       if constexpr (requires { rows.announce(written, key, pages.run()); }) rows.announce(written, key, pages.run());
       const Fate fate = write(key, slot, rows.meta(written), [&] {
@@ -234,7 +237,15 @@ class RingWriter {
     if (!rows) return;
     entry_.rows.store(entry_.rows.load(std::memory_order_relaxed) + rows, std::memory_order_relaxed);
     TORCHREPLAY_FAULT("append.counted");
-    entry_.last_write.store(machine_ns(CLOCK_MONOTONIC_COARSE), std::memory_order_relaxed);
+    if (!arrivals_) now_ = machine_ns(CLOCK_MONOTONIC_COARSE);
+    entry_.last_write.store(now_, std::memory_order_relaxed);
+  }
+
+  // In a queue each row says when it came: its item may wait for long before a learner looks.
+  void look_at_clock() {
+    if (!arrivals_) return;
+    now_ = machine_ns(CLOCK_MONOTONIC_COARSE);
+    arrival_ = millis_of(now_);
   }
 
   // In a queue each ticket below the limit is of a slot that no item needs, and none beyond it may be taken. Takes
@@ -262,6 +273,7 @@ class RingWriter {
     TORCHREPLAY_FAULT("append.busy");
     std::atomic_thread_fence(std::memory_order_release);  // busy before any byte of the payload
     row.set(meta, linked_);
+    if (arrivals_) __atomic_store_n(&arrivals_[slot], arrival_, __ATOMIC_RELAXED);
     TORCHREPLAY_FAULT("append.header");
     copy();
     TORCHREPLAY_FAULT("append.copied");
@@ -281,6 +293,9 @@ class RingWriter {
   bool queued_;                        // it waits for learners
   bool gated_;
   bool linked_;
+  uint32_t* arrivals_;    // of a queue: when each row came, in milliseconds
+  int64_t now_ = 0;       // at the last look at the clock
+  uint32_t arrival_ = 0;  // the same in milliseconds
 };
 
 // Frees the slots and the pages that a dead participant left busy. The caller holds byte `id` of the lock table, so

@@ -2,6 +2,7 @@
 
 import contextlib
 import multiprocessing
+import os
 import signal
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from forked import Forked, eventually, shared_counters
 from ragged_model import RaggedModel, random_values
+from watched_buffers import look_at
 
 import torchreplay as tr
 
@@ -100,8 +102,10 @@ class Here:
 class RowsWritten:
     """Rows that are items each, with the version of a policy."""
 
+    name = property(lambda self: f"items {os.getpid()}")
+
     def queue(self, sampler):
-        return tr.ReplayBuffer(ROW, CAPACITY, sampler=sampler)
+        return tr.ReplayBuffer(ROW, CAPACITY, sampler=sampler, name=self.name)
 
     def __init__(self, chance, model):
         self.model, self.head = model, 0
@@ -119,7 +123,7 @@ class LongRowsWritten(RowsWritten):
     """Rows of any length, which go when their bytes are taken again."""
 
     def queue(self, sampler):
-        return tr.ReplayBuffer(LONG, CAPACITY, sampler=sampler, ragged_bytes=2048)
+        return tr.ReplayBuffer(LONG, CAPACITY, sampler=sampler, ragged_bytes=2048, name=self.name)
 
     def __init__(self, chance, model):
         super().__init__(chance, model)
@@ -142,7 +146,7 @@ class StepsWritten(RowsWritten):
     view, span, stride = tr.Transitions(n_step=2), 2, 1
 
     def queue(self, sampler):
-        return tr.ReplayBuffer(STEPS, CAPACITY, view=self.view, sampler=sampler)
+        return tr.ReplayBuffer(STEPS, CAPACITY, view=self.view, sampler=sampler, name=self.name)
 
     def write(self, writer):
         step = self.head % (EPISODE + 1)
@@ -168,7 +172,8 @@ class LongStepsWritten(StepsWritten):
     def queue(self, sampler):
         self.long = RaggedModel(LONG, CAPACITY, 2048)
         spec = {"obs": tr.Ragged("int64"), **{name: field for name, field in STEPS.items() if name != "obs"}}
-        return tr.ReplayBuffer(spec, CAPACITY, view=self.view, sampler=sampler, ragged_bytes=2048)
+        how = {"view": self.view, "sampler": sampler, "ragged_bytes": 2048, "name": self.name}
+        return tr.ReplayBuffer(spec, CAPACITY, **how)
 
     def __init__(self, chance, model):
         super().__init__(chance, model)
@@ -206,50 +211,74 @@ def check(queue, model):
     assert stats.inserted == sum(ends) + waiting + len(held)
 
 
-def play(kind, max_draws, seed, operations=250):
-    """A random program of a writer and three learners, of which two are killed again and again."""
-    chance = np.random.default_rng(seed)
-    max_age = 2 if kind == "rows" else None
-    model = Model(max_draws, max_age)
-    written = KINDS[kind](chance, model)
-    sampler = tr.Fifo(max_draws=max_draws, when_full="drop_oldest", commit="manual", max_age=max_age)
+class Program:
+    """A writer and three learners, of which two are killed again and again."""
+
+    def __init__(self, kind, max_draws, seed, stack):
+        self.chance, self.stack = np.random.default_rng(seed), stack
+        max_age = 2 if kind == "rows" and max_draws > 1 else None
+        self.model = Model(max_draws, max_age)
+        self.written = KINDS[kind](self.chance, self.model)
+        sampler = tr.Fifo(max_draws=max_draws, when_full="drop_oldest", commit="manual", max_age=max_age)
+        self.queue = stack.enter_context(self.written.queue(sampler))
+        self.writer, self.live = stack.enter_context(self.queue.writer()), stack.enter_context(look_at(self.queue))
+        self.learners = {1: Here(self.queue)}
+
+    def step(self):
+        who = int(self.chance.integers(1, 4))
+        if who not in self.learners:
+            self.learners[who] = self.stack.enter_context(Learner(self.queue))
+        action = self.chance.choice(["write", "sample", "sample", "commit", "release", "kill", "publish"])
+        getattr(self, action)(who, self.model.held_by(who))
+        self.model.look(self.written.rows())
+        if self.model.max_age is None:
+            assert self.live.snapshot().to_draw == len(self.model.waiting()), "of what nobody has looked at yet"
+        check(self.queue, self.model)
+
+    def write(self, who, held):
+        for _ in range(int(self.chance.integers(1, CAPACITY))):
+            self.written.write(self.writer)
+            self.model.look(self.written.rows())
+
+    def sample(self, who, held):
+        n = int(self.chance.integers(1, 6))
+        expected = self.model.waiting()[:n]
+        if expected:
+            assert self.learners[who].do("sample", n) == expected
+        for key in expected:
+            self.model.items[key].holder = who
+
+    def commit(self, who, held):
+        self.end("commit", who, held)
+
+    def release(self, who, held):
+        self.end("release", who, held)
+
+    def end(self, action, who, held):
+        keys = [key for key in held if self.chance.random() < 0.6]
+        self.learners[who].do(action, None if keys == held else torch.tensor(keys, dtype=torch.int64))
+        self.model.let_go(keys, "committed" if action == "commit" else "dropped")
+
+    def kill(self, who, held):
+        if who == 1 or self.chance.random() < 0.5:
+            return
+        self.learners.pop(who).kill()
+        self.queue._segment.queue_state(False)  # as whoever draws or waits does
+        self.model.let_go(held, "dropped")
+
+    def publish(self, who, held):
+        if self.model.max_age is not None:
+            self.model.version += 1
+            self.queue.policy_version = self.model.version
+
+
+def play(kind, max_draws, seed, steps=250):
+    """A random program. Some items are lost while they are held."""
     with contextlib.ExitStack() as stack:
-        queue = stack.enter_context(written.queue(sampler))
-        writer = stack.enter_context(queue.writer())
-        learners = {1: Here(queue)}
-        for _ in range(operations):
-            who = int(chance.integers(1, 4))
-            if who not in learners:
-                learners[who] = stack.enter_context(Learner(queue))
-            held = model.held_by(who)
-            some = [key for key in held if chance.random() < 0.6]
-            action = chance.choice(["write", "sample", "sample", "commit", "release", "kill", "publish"])
-            if action == "write":
-                for _ in range(int(chance.integers(1, CAPACITY))):
-                    written.write(writer)
-                    model.look(written.rows())
-            elif action == "sample" and model.waiting():
-                n = int(chance.integers(1, 6))
-                expected = model.waiting()[:n]
-                assert learners[who].do("sample", n) == expected
-                for key in expected:
-                    model.items[key].holder = who
-            elif action in ("commit", "release") and held:
-                keys = None if len(some) == len(held) else some
-                learners[who].do(action, None if keys is None else torch.tensor(keys))
-                model.let_go(some, "committed" if action == "commit" else "dropped")
-            elif action == "kill" and who > 1 and chance.random() < 0.5:
-                learners.pop(who).kill()
-                queue._segment.queue_state(False)  # as whoever draws or waits does
-                model.let_go(held, "dropped")
-            elif action == "publish" and max_age is not None:
-                model.version += 1
-                queue.policy_version = model.version
-            model.look(written.rows())
-            check(queue, model)
-        lost = [item for item in model.items.values() if item.end == "dropped" and item.lost]
-        assert len(lost) > 20
-    return model
+        program = Program(kind, max_draws, seed, stack)
+        for _ in range(steps):
+            program.step()
+        assert sum(item.end == "dropped" for item in program.model.items.values()) > 20
 
 
 @pytest.mark.parametrize("max_draws", [1, 3])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from forked import Forked, eventually, shared_counters
+from small_queues import STEPS, VIEWS
 from watched_buffers import after, content_of, learn_for_ever, look_at, make, write, write_for_ever
 
 import torchreplay as tr
@@ -276,6 +277,69 @@ def test_a_look_sees_what_a_queue_has_dropped_and_the_age_of_the_oldest():
         assert now.queue.oldest_age == pytest.approx(stats.oldest_age, abs=0.2)
         assert live.fill(now) == 10
         assert now.queue.need == Need.NONE
+
+
+@pytest.mark.parametrize("view", [*VIEWS.values(), tr.Sequences(3, across_episodes=True), tr.Rows()], ids=str)
+def test_a_look_sees_the_items_that_wait_though_no_learner_has_looked(view):
+    """As many as a buffer has that keeps them all, less those drawn."""
+    chance, linked = random.Random(3), not isinstance(view, tr.Rows)
+    queue = tr.ReplayBuffer(STEPS, 60, view=view, sampler=tr.Fifo(), name=f"waits {os.getpid()}")
+    with queue, tr.ReplayBuffer(STEPS, 5000, view=view) as everything, look_at(queue) as live:
+        pairs, in_episode, drawn, unseen = [(queue.writer(), everything.writer()) for _ in range(2)], [False] * 2, 0, 0
+        for _ in range(800):
+            who, looks = chance.randrange(2), chance.random() < 0.04
+            now = live.snapshot()
+            assert now.to_draw == everything.num_items - drawn
+            assert (now.queue.oldest_age >= 0) == (now.to_draw > 0)
+            unseen = max(unseen, now.to_draw - now.drawable)
+            if now.queue.used > 50 or (looks and now.to_draw):
+                drawn += len(queue.sample(chance.randint(1, 20), at_least=1)["key"])
+                queue.commit()
+                continue
+            ends = chance.random() < 0.1
+            values = {"obs": 0, "action": 0, "reward": 0.0, "terminated": ends, "truncated": False}
+            for writer in pairs[who]:
+                if not linked:
+                    writer.append(**values)
+                elif not in_episode[who]:
+                    writer.reset(obs=0)
+                else:
+                    writer.step(**values)
+            in_episode[who] = not in_episode[who] or not ends
+        assert unseen > 5
+        assert drawn > 100
+        assert queue.stats().drawable == live.snapshot().to_draw
+
+
+@pytest.mark.parametrize("view", [tr.Rows(), tr.Transitions(n_step=2)], ids=str)
+def test_the_age_of_the_oldest_counts_from_when_it_was_written_and_not_from_the_first_look(view):
+    queue = tr.ReplayBuffer(STEPS, 60, view=view, sampler=tr.Fifo(), name=f"ages {os.getpid()}")
+    with queue, queue.writer() as writer, look_at(queue) as live:
+
+        def write():
+            values = {"action": 0, "reward": 0.0, "truncated": False}
+            if isinstance(view, tr.Rows):
+                return [writer.append(obs=0, terminated=False, **values) for _ in range(3)]
+            writer.reset(obs=0)
+            return [writer.step(obs=0, terminated=k == 2, **values) for k in range(3)]
+
+        def check(begin, end):
+            """Written between these two, though clocks of that kind may lag by some milliseconds."""
+            for age in (live.snapshot().queue.oldest_age, queue.stats().oldest_age, live.snapshot().queue.oldest_age):
+                now = time.monotonic()
+                assert now - end - 0.1 <= age <= now - begin + 0.1
+
+        begin = time.monotonic()
+        write()
+        end = time.monotonic()
+        time.sleep(0.4)  # while nobody looks
+        later = time.monotonic()
+        write()
+        check(begin, end)
+        queue.sample(3)
+        check(later, time.monotonic())
+        assert len(queue.sample(3)["key"]) == 3
+        assert live.snapshot().queue.oldest_age == queue.stats().oldest_age == -1.0
 
 
 def test_a_look_sees_ages_in_versions():

@@ -65,8 +65,9 @@ class Stats:
         held_items: Of a queue: items that somebody holds; they are in none of the other figures of what is there.
         dropped_items: Of a queue: items that were overwritten while they were still to be drawn. Of those overwritten
             while somebody held them the ones that were given back, or whose holder died. They count from then on.
-        oldest_age: Of a queue: seconds since the oldest item that can be drawn came; -1 if there is none, and of
-            others.
+        oldest_age: Of a queue: seconds since the oldest item that can be drawn was written, with its last row, to some
+            milliseconds; -1 if there is none, and of others. In a file that is opened again, and after a load, it
+            counts from then.
         policy_version: The learner's version, as it was told; 0: nobody has.
         age_mean: Policy versions that the items drawn so far were behind the learner's, on average; 0 where rows have
             no field `policy_version`.

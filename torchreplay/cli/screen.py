@@ -227,7 +227,7 @@ def _version_row(findings: Findings) -> Row:
 def _queue_rows(findings: Findings, queue: QueueFacts) -> Iterator[Row]:
     now, timeline = findings.now, findings.timeline
     age = f"the oldest came {seconds_text(queue.oldest_age)} ago" if queue.oldest_age >= 0 else ""
-    yield Row("items to draw", count_text(now.drawable), now.drawable, age)
+    yield Row("items to draw", count_text(now.to_draw), now.to_draw, age)
     if now.admission_limit:
         begun = f"of {count_text(now.admission_limit)} at this version; {count_text(now.open_admissions)} are begun"
         yield Row("items admitted", count_text(now.admitted_items), now.admitted_items, begun)
@@ -411,7 +411,7 @@ def plain_line(findings: Findings, advice: list[Advice]) -> str:
         f"{count_text(timeline.rate('draws'))} batches/s",
         f"samples/insert {now.samples_per_insert:.3g}{target}"
         if queue is None
-        else f"{now.drawable:,} items to draw, {queue.held_items:,} held, oldest {seconds_text(queue.oldest_age)}",
+        else f"{now.to_draw:,} items to draw, {queue.held_items:,} held, oldest {seconds_text(queue.oldest_age)}",
         f"explorers wait {percent_text(timeline.insert_wait_share())}",
         f"learners wait {percent_text(timeline.sample_wait_share())}",
         f"late TD errors {percent_text(timeline.share('stale_updates', 'feedback'))}"

@@ -46,7 +46,7 @@ class GroupDataset(ReplayDataset):
         groups: Groups of a batch.
         min_size: Members with which a group is given that is late, or that nobody can complete any more. None: such a
             group is not given.
-        timeout: Seconds after which a group is late, from the arrival of its oldest member on. A late group with fewer
+        timeout: Seconds after which a group is late, from when its oldest member was written. A late group with fewer
             than `min_size` members is dropped: they leave the queue, and `counts` counts them. Members that come later
             begin another group. None: a group may wait for ever.
         steps: Batches in one iteration; None for an endless one.

@@ -195,9 +195,9 @@ def _front_stays(findings: Findings) -> bool:
     now, fifo = findings.now, findings.buffer.fifo
     if now.queue is None or fifo is None:
         return False
-    of_writers = bool(fifo.window) or not now.drawable
+    of_writers = bool(fifo.window) or not now.to_draw
     stays = {
-        Need.HELD: now.queue.held_items >= now.drawable,
+        Need.HELD: now.queue.held_items >= now.to_draw,
         Need.UNFINISHED: of_writers,
         Need.UNWRITTEN: of_writers,
     }
@@ -217,7 +217,7 @@ def _nobody(findings: Findings) -> Iterator[Advice]:
         yield Advice("learner", "Nobody draws what is written: no learner is there.", "note")
     if not now.alive("writer") and now.alive("learner") and timeline.change("draws", OVER) > 0:
         yield Advice("writer", "No writer is there: learners draw the rows that are left.", "note")
-    if now.queue is not None and not now.alive("writer") and now.alive("learner") and not now.drawable:
+    if now.queue is not None and not now.alive("writer") and now.alive("learner") and not now.to_draw:
         yield Advice("writer", "No writer is there, and nothing is left to draw.", "note")
 
 
@@ -238,7 +238,7 @@ def _starving(findings: Findings) -> Iterator[Advice]:
             f"more often (SamplesPerInsert has a ratio of {limiter.ratio:g}).",
         )
     elif now.queue is not None:
-        batches = f", and {now.drawable:,} are there" if now.drawable else ""
+        batches = f", and {now.to_draw:,} are there" if now.to_draw else ""
         yield Advice(
             "starving",
             f"Learners wait {_percent(share)} of their time for items{batches}: add explorers, or make them faster.",
@@ -292,7 +292,7 @@ def _full(findings: Findings) -> str:
     who = f"process {now.queue.needed_pid}" if now.queue.needed_pid else "a process"
     if not _front_stays(findings):
         return (
-            f"the learner is too slow, and {now.drawable:,} items wait to be drawn. Add learners, give each a core of "
+            f"the learner is too slow, and {now.to_draw:,} items wait to be drawn. Add learners, give each a core of "
             f"its own, or run fewer explorers."
         )
     if now.queue.need == Need.HELD:

@@ -37,7 +37,7 @@ COUNTERS: Final = {
     "rows_written": "keys given to writers",
     "dropped_rows": "rows that were being written when all processes had died",
     "expired_items": "items that became too old for the learner's policy version",
-    "dropped_items": "items of a queue that were overwritten while they were still to be drawn, or held and not committed",
+    "dropped_items": "items of a queue that were overwritten before they were drawn, or held and not committed",
     "insert_wait": "seconds that writers waited",
     "sample_wait": "seconds that learners waited for rows",
 }
@@ -60,7 +60,7 @@ GAUGES: Final = {
     "writers": "writers alive",
     "learners": "learners alive",
     "held_items": "items of a queue that somebody holds",
-    "oldest_age": "seconds since the oldest item of a queue came, of those that can be drawn",
+    "oldest_age": "seconds since the oldest item of a queue was written, of those that can be drawn",
     "policy_version": "the learner's",
     "age_mean": "policy versions that the items drawn were behind the learner's, on average",
     "age_max": "the most that one was",

@@ -43,7 +43,7 @@ QUANTILES: Final = (0.1, 0.5, 0.9)
 PRIORITIES: Final = ("time", "p10", "p50", "p90", "half_of_draws")
 
 QUEUE: Final = ("time", "drawable", "held_items", "dropped_items", "oldest_age")
-"""Of a queue: items to draw, held and dropped so far, and seconds since the oldest came; -1 if there is none."""
+"""Of a queue: items to draw, held and dropped so far, and seconds since the oldest was written; -1: there is none."""
 
 _RECORDS: Final = {b"c": (*COUNTERS, *PEOPLE), b"p": PRIORITIES, b"q": QUEUE}
 """What each kind of record has, as float64; 2^53 rows are counted exactly."""
@@ -88,7 +88,7 @@ class Recorder(Closeable):
         people = [self._buffer.fill(now), len(writers), len(now.alive("learner")), waiting]
         self._add(b"c", [*counted, *map(float, people)])
         if (queue := now.queue) is not None:
-            items = now.drawable, queue.held_items, queue.dropped_items
+            items = queue.to_draw, queue.held_items, queue.dropped_items
             self._add(b"q", [now.time, *map(float, items), queue.oldest_age])
         self.records += 1
 

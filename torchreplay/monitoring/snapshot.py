@@ -68,15 +68,17 @@ class QueueFacts:
 
     Attributes:
         used: Rows of items that are to be drawn, held or unfinished, and those that no learner has looked at yet.
+        to_draw: Items that wait to be drawn, also those that no learner has looked at yet.
         held_items: Items that somebody holds.
         dropped_items: Items that were overwritten while they were still to be drawn, or held and not committed.
-        oldest_age: Seconds since the oldest item came that can be drawn; -1 if there is none.
+        oldest_age: Seconds since the oldest of these was written, with its last row; -1 if there is none.
         need: Why writers have no room; NONE where they have.
         needed_pid: Whose doing that is; 0 where it is nobody's, or not known.
         holders: Who holds items.
     """
 
     used: int
+    to_draw: int
     held_items: int
     dropped_items: int
     oldest_age: float
@@ -116,7 +118,7 @@ class Snapshot:
         evicted_by_pages: Rows that left because the bytes of their ragged values were taken again.
         redraws: Items drawn again because their row was overwritten while it was copied.
         dropped_rows: Rows of a file that were being written when its processes died.
-        drawable: Items that can be drawn.
+        drawable: Items that can be drawn, of those that learners have looked at.
         policy_version: The learner's.
         ages: Policy versions that the items drawn were behind it, added up.
         aged: Items drawn, as far as their rows say by which policy they came about.
@@ -189,6 +191,11 @@ class Snapshot:
     def unseen(self) -> int:
         """Rows that no learner has looked at yet."""
         return max(0, self.head - self.absorbed)
+
+    @property
+    def to_draw(self) -> int:
+        """Items that wait to be drawn; of a queue also those that no learner has looked at yet."""
+        return self.drawable if self.queue is None else self.queue.to_draw
 
     @property
     def feedback(self) -> int:

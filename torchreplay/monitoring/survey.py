@@ -38,7 +38,7 @@ class Listed:
         held_items: Items of a queue that somebody holds.
         dropped_items: Items of a queue that were overwritten while they were still to be drawn, or held and not
             committed.
-        oldest_age: Seconds since the oldest item of a queue came that can be drawn; -1 if there is none.
+        oldest_age: Seconds since the oldest item of a queue was written that can be drawn; -1 if there is none.
         age: Seconds since it was made.
         stopped: Whether it was stopped.
         trouble: Why nothing else is known of it; "" where all is.
@@ -128,7 +128,7 @@ def _listed(looks: list[tuple[LiveBuffer, Timeline]], node: str) -> Iterator[Lis
             batches_per_second=timeline.rate("draws"),
             writers=len(now.alive("writer")),
             learners=len(now.alive("learner")),
-            to_draw=-1 if queue is None else now.drawable,
+            to_draw=-1 if queue is None else queue.to_draw,
             held_items=0 if queue is None else queue.held_items,
             dropped_items=now.dropped_items,
             oldest_age=-1.0 if queue is None else queue.oldest_age,
