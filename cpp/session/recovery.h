@@ -30,6 +30,7 @@ class Recovery {
   // `grid`: of the leaves that are there, if another buffer had the same.
   void run(const PriorityTree::GridState* grid = nullptr) {
     alive();
+    drops_ = is_queue() && !grid;
     TORCHREPLAY_FAULT("recover.begun");
     RowRewriter(memory_).finish();
     TORCHREPLAY_FAULT("recover.rewritten");
@@ -252,6 +253,7 @@ class Recovery {
       const uint64_t key1 = is_row ? slot_word::key1(word) : 0;
       uint64_t& at = memory_.at(slot);
       if (at != key1) {
+        if (at) drop(slot);
         tree_.leaves()[slot] = 0;
         if (is_queue()) claims_.begin(slot, word);
         if (counts_draws()) counts_.begin(slot);
@@ -317,7 +319,9 @@ class Recovery {
       without_leaf += !has_leaf;
     });
     each_slot([&](uint64_t slot) {
-      if (!complete[slot]) tree_.leaves()[slot] = 0;
+      if (complete[slot]) return;
+      drop(slot);
+      tree_.leaves()[slot] = 0;
     });
     if (!without_leaf) return;
     tree_.rebuild_largest();  // from which new items may start
@@ -331,6 +335,9 @@ class Recovery {
       header_.completed_at = head;
     });
   }
+
+  // The item anchored there lacks a row. If it could be drawn, rows of it were overwritten, and nobody saw it.
+  void drop(uint64_t anchor) { header_.dropped_items += drops_ && tree_.leaf(static_cast<int64_t>(anchor)) > 0; }
 
   bool is_queue() const { return Claims::are_kept(header_); }
   bool counts_draws() const { return DrawCounts::are_kept(header_); }
@@ -367,6 +374,7 @@ class Recovery {
   Places places_;
   PageFollower pages_;
   ItemVersions versions_;
+  bool drops_ = false;  // items of which rows have gone since they were seen count as dropped
 };
 
 }  // namespace torchreplay
