@@ -93,12 +93,34 @@ def test_a_ring_that_is_full_behind_a_window_is_found(monkeypatch):
         threads = [threading.Thread(target=body) for body in (explore_slowly, explore)]
         for thread in threads:
             thread.start()
-        said = "12 items are asked for, 14 are complete.*beyond the window of 0.5 wait.*leave window out"
+        said = (
+            "12 items are asked for, 14 are complete.*beyond the window of 0.5 wait.*leave window out, or choose a "
+            "capacity of at least.*room for all rows that are written while the slowest environment completes an item"
+        )
         with buffer.expect_writers(), pytest.raises(tr.WouldBlockForever, match=said):
             buffer.sample(12, timeout=20)
         buffer.stop()
         for thread in threads:
             thread.join()
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_a_window_takes_room_for_all_that_is_written_until_the_slow_item_is_complete(spare):
+    with queue(20 + spare, view=tr.Transitions(), spec=STEPS, window=0.5) as buffer:
+        slow, fast = buffer.writer(), buffer.writer()
+        slow.reset(obs=0)
+        fast.reset(obs=0)
+        for number in range(18):
+            step(fast, number)
+        got = buffer.sample(50, at_least=1)["action"].tolist()
+        assert 0 < len(got) < 18
+        if not spare:
+            with pytest.raises(tr.WouldBlockForever):
+                step(slow, 77, terminated=True)
+            return
+        step(slow, 77, terminated=True)
+        got += buffer.sample(50, at_least=1)["action"].tolist()
+        assert sorted(got) == [*range(18), 77]
 
 
 @pytest.mark.parametrize("how", ["reset", "close"])

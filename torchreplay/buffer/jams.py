@@ -164,9 +164,18 @@ def ragged_bytes_that_do(config: Config, state: QueueState) -> int:
 
 
 def advised_size(config: Config, state: QueueState) -> str:
-    """Returns which argument of a queue that is full has to be larger, and how large."""
+    """Returns which argument of a queue that is full has to be larger, and how large.
+
+    With a window that depends on how much faster others write than the one whose unfinished episode has no room.
+    """
     if state["lacks_pages"]:
         return f"ragged_bytes of at least {ragged_bytes_that_do(config, state):,} (it is {config.ragged_bytes:,})"
+    sampler = config.sampler
+    if isinstance(sampler, Fifo) and sampler.window is not None and state["need"] == Need.UNFINISHED:
+        return (
+            f"a capacity of at least {capacity_that_does(config, state):,} that has room for all rows that are written "
+            f"while the slowest environment completes an item"
+        )
     return f"a capacity of at least {capacity_that_does(config, state):,}"
 
 

@@ -248,8 +248,8 @@ class Fifo:
         commit: `"next"`: as above. `"manual"`: only `buffer.commit()` ends what is held, such as when the model is
             saved. After a crash all items since then come again, in the same order. The capacity must hold them.
         window: Share of the capacity by which an item may overtake older ones that are not complete yet, above 0 and at
-            most 1. Items further ahead wait, and so do writers that come to such a row. The capacity must hold what is
-            written until the older ones are complete. None: any.
+            most 1. Items further ahead wait, and so do writers that come to such a row. The capacity must hold all that
+            is written until the older ones are complete, or nobody can go on: `WouldBlockForever`. None: any.
         max_age: By how many policy versions an item may be behind the learner's when it is handed out, as for
             `Uniform`. What is older is dropped, and counted. What somebody holds stays that one's.
 
