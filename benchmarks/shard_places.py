@@ -3,7 +3,8 @@
 The nodes are Ray's, on this machine. In each round of a line all candidates take turns. Where the only shard is on
 the learner's node, a `ReplayBuffer` of as many rows stands beside it. Where shards are elsewhere, a bare socket and an
 actor of Ray's bring as many bytes as a batch has. They do so one batch at a time, into memory that is there. Then it
-measures how long a learner with steps waits for batches of three nodes. It prints one JSON object.
+measures how long a learner with steps waits for batches of three nodes, and of a `ReplayBuffer`. It prints one JSON
+object.
 """
 
 import argparse
@@ -116,7 +117,7 @@ def _bytes_of_a_batch(sender: Any, ask: Ask, nbytes: int) -> dict[str, Turn]:
     }
 
 
-def _waits(replay: ShardedReplay, batch_size: int, seconds: float) -> float:
+def _waits(replay: Any, batch_size: int, seconds: float) -> float:
     """Returns the percentage of its time that a learner asks for batches, and gives TD errors back."""
     batches, td, waited = iter(tr.ReplayDataset(replay, batch_size, prefetch=2)), torch.rand(batch_size), 0.0
     for _ in range(WARM_UP):
@@ -180,8 +181,13 @@ def _measure(nodes: Sequence[str], options: argparse.Namespace) -> Figures:
                         name, replay, _bytes_of_a_batch(sender, ask, n * workload.row_bytes), n, options
                     )
                 if len(which) == len(nodes):
-                    waits = [_waits(replay, n, 2 * options.seconds) for _ in range(options.rounds)]
-                    figures[f"{name}: waits"] = {OURS: waits}
+                    _fill(buffer, workload, rows)
+                    both = {OURS: replay, BUFFER: buffer}
+                    waits = [
+                        {candidate: _waits(each, n, 2 * options.seconds) for candidate, each in both.items()}
+                        for _ in range(options.rounds)
+                    ]
+                    figures[f"{name}: waits"] = {candidate: [each[candidate] for each in waits] for candidate in both}
     return figures
 
 

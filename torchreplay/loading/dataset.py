@@ -252,7 +252,8 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
     def ready(self) -> int:
         """How many of the next batches this process has drawn: none when the learner is about to wait for one.
 
-        Of a `ShardedReplay`: for how many of them all shards have answered.
+        Of a `ShardedReplay` of several nodes: how many a thread has made ahead. For a learner that comes back within
+        half a millisecond it makes none.
 
         Example:
             >>> batches = iter(dataset)

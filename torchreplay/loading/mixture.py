@@ -127,9 +127,11 @@ def checked_errors(what: str, td: Any, n: int) -> NDArray[np.float64]:
             f"{what} are {tensor.dtype} {list(tensor.shape)}: expected [{n}], a number for each item"
             f"{column_hint(tensor.shape, n)}"
         )
-    errors: NDArray[np.float64] = tensor.to("cpu", torch.float64).numpy()
-    bad = np.flatnonzero(~np.isfinite(errors))
-    if len(bad):
+    plain = tensor.cpu() if tensor.dtype in (torch.float32, torch.float64) else tensor.to("cpu", torch.float64)
+    errors = plain.numpy().astype(np.float64)
+    finite = np.isfinite(errors)
+    if not finite.all():
+        bad = np.flatnonzero(~finite)
         raise ValueError(
             f"{len(bad)} of {n} of {what} are NaN or infinite, the first at index {bad[0]}: nothing was applied; look "
             "for a diverged loss"

@@ -5,6 +5,7 @@ import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,7 @@ import torchreplay as tr
 from torchreplay.ray.sharded import reply_collector
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.shard_actor import Shard
-from torchreplay.ray.sharded.shard_wire import ANSWER, REQUEST, ShardLink, ShardServer
+from torchreplay.ray.sharded.shard_wire import ANSWER, REQUEST, ShardLink, ShardServer, _read
 from torchreplay.ray.wire import server
 from torchreplay.ray.wire.connection import HELLO, MARK, Address
 from torchreplay.ray.wire.link import LinkBroken
@@ -268,12 +269,17 @@ def test_half_an_answer_can_be_waited_for_in_vain_and_comes_whole_later():
         assert torch.equal(batch["key"], batch["index"] + (3 << 48))
 
 
+def ask_ahead(served, n):
+    """Asks for `n` candidates, whose answer a thread reads."""
+    return served.link.ask(partial(_read, served.layout), REQUEST.pack(MARK, n, 1.0), ahead=True)
+
+
 def test_answers_that_are_waited_for_at_once_are_read_without_a_thread():
     with Served() as served:
         for _ in range(3):
             served.link.draw(4, 1.0, served.layout).result(SECONDS)
         assert "torchreplay-link" not in [thread.name for thread in threading.enumerate()]
-        ahead = served.link.draw(4, 1.0, served.layout, ahead=True)
+        ahead = ask_ahead(served, 4)
         eventually(ahead.done)  # nobody waits for it
         served.link.close()
         eventually(lambda: "torchreplay-link" not in [thread.name for thread in threading.enumerate()])
@@ -283,7 +289,8 @@ def test_several_threads_wait_over_one_connection():
     with Served() as served:
         sizes = [1 + k % 7 for k in range(120)]
         with ThreadPoolExecutor(6) as pool:
-            draw = lambda n: served.link.draw(n, 1.0, served.layout, ahead=n == 7).result(SECONDS)  # noqa: E731
+            ask = lambda n: ask_ahead(served, n) if n == 7 else served.link.draw(n, 1.0, served.layout)  # noqa: E731
+            draw = lambda n: ask(n).result(SECONDS)  # noqa: E731
             assert [report.candidates for report, _ in pool.map(draw, sizes)] == sizes
 
 

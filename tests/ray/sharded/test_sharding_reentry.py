@@ -121,7 +121,7 @@ class InterruptedShards(LocalShards):
 
     def __init__(self, sizes, sampler):
         super().__init__(sizes, sampler)
-        self._limiter, self.calls = LearnerLimiter(Rule(tr.MinSize()), 0), SimpleNamespace(fetch=list)
+        self._limiter = LearnerLimiter(Rule(tr.MinSize()), 0)
         self._limiter.count_inserted(dict(enumerate(sizes)))
         self.hear(self.order(dict.fromkeys(range(len(sizes)), 0)), None)
 
@@ -156,7 +156,7 @@ def test_while_no_shard_answers_a_draw_keeps_to_its_timeout_and_asks_now_and_the
     shards = InterruptedShards([50, 20], tr.Prioritized())
     sampler = sampler_over(shards)
     asked = []
-    shards.order = lambda candidates, here=None, room=None, ahead=False: asked.append(candidates) or {}
+    shards.order = lambda candidates, here=None, room=None: asked.append(candidates) or {}
     with pytest.raises(tr.ReplayTimeout, match="no shard has answered with items for a batch of 8 in time"):
         next(stream_of(sampler, timeout=0.5)) if streamed else sampler.draw(8, None, Wait(shards, 0.5))
     assert 2 < len(asked) < 200

@@ -102,7 +102,7 @@ class Layout:
             return
         for info, target in zip(self._packing(given).infos, room, strict=True):
             rows = source[info.offset : info.offset + info.nbytes].reshape(given, -1)
-            np.take(rows, which, axis=0, out=target[at : at + len(which)], mode="clip")  # another mode would copy twice
+            rows.take(which, 0, target[at : at + len(which)], "clip")  # another mode would copy twice
 
     def item_bytes(self, batch: ReplayBatch) -> ItemBytes:
         """Returns the memory of a batch's tensors of one shape, in the order of a block."""

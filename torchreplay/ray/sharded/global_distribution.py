@@ -37,7 +37,13 @@ class GlobalDistribution:
     @property
     def total(self) -> float:
         """Sum of all leaves."""
-        return sum(part.total for part in self.parts)
+        return sum([part.total for part in self.parts])
+
+    @property
+    def shares(self) -> list[float]:
+        """Each part's share of that."""
+        total = self.total
+        return [part.total / total for part in self.parts]
 
     @property
     def drawable(self) -> int:
@@ -54,8 +60,8 @@ class GlobalDistribution:
 
         The n strata have equal parts of the total. An interval as long as x of them touches at most floor(x) + 2.
         """
-        total = self.total
-        return [min(n, int(n * (part.total / total)) + 2) if part.total else 0 for part in self.parts]
+        shares = zip(self.parts, self.shares, strict=True)
+        return [min(n, int(n * share) + 2) if part.total else 0 for part, share in shares]
 
     def counts(self, n: int, chance: NDArray[np.float64]) -> NDArray[np.int64]:
         """Returns how many of `n` items come from each part.
@@ -113,7 +119,7 @@ def chosen(chance: np.random.Generator, given: int, count: int) -> NDArray[np.in
     if count == given:
         return np.arange(given)
     stays = np.ones(given, np.bool_)
-    stays[chance.choice(given, given - count, replace=False)] = False
+    stays[chance.choice(given, given - count, replace=False, shuffle=False)] = False
     return np.flatnonzero(stays)
 
 

@@ -74,12 +74,16 @@ class ReplyCollector:
                 self._look({number: call for number, call in calls.items() if call in left}, probes)
             if left and (expired or time.monotonic() - log_at >= LOG_EVERY):
                 log_at = time.monotonic()
-                silent = ", ".join(self._name(number) for number, call in calls.items() if call in left)
-                text = f"no answer from {silent} for {log_at - started:.1f} s"
+                text = self.silence({number: call for number, call in calls.items() if call in left}, started)
                 if expired:
                     raise ReplayTimeout(text)
                 logger.warning(text)
         return {number: answer for number, call in calls.items() if (answer := self.answer(number, call)) is not None}
+
+    def silence(self, calls: Mapping[int, Any], since: float) -> str:
+        """Returns that there are no answers to these calls."""
+        silent = ", ".join(map(self._name, calls))
+        return f"no answer from {silent or 'the shards'} for {time.monotonic() - since:.1f} s"
 
     def answer(self, number: int, call: Any) -> Any:
         """Returns what an answered call returned; None if that did not arrive, or the shard is lost or let go of."""

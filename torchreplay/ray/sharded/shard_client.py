@@ -276,13 +276,11 @@ class ShardClient:
         candidates: Mapping[int, int],
         layout: Layout | None = None,
         room: ReplayBatch | None = None,
-        ahead: bool = False,
     ) -> dict[int, Any]:
         """Asks shards for so many candidates each, 0 for figures alone; returns what their answers will be got by.
 
         The shard that is attached draws its candidates here, into `room`, from the first row on, where it is given; the
-        others send theirs over a connection of their own. Without `layout` all are called through Ray. With `ahead` the
-        answers are read as they come, for nobody waits for them at once.
+        others send theirs over a connection of their own. Without `layout` all are called through Ray.
         """
         self.coordinator.require_own_process()
         largest = self.limiter.largest
@@ -297,7 +295,7 @@ class ShardClient:
             calls[number] = (
                 entry.actor.draw.remote(count, largest)
                 if link is None or layout is None
-                else link.draw(count, largest, layout, ahead)
+                else link.draw(count, largest, layout)
             )
         self.rounds += layout is not None and bool(calls)
         if layout is not None and local is not None and local.number in candidates:  # while the others are asked
@@ -371,7 +369,11 @@ class ShardClient:
             RuntimeError: One can never draw.
             Stopped: The buffer was stopped.
         """
-        answers = self._note(self.calls.collect(calls, wait))
+        return self.take_in(self.calls.collect(calls, wait))
+
+    def take_in(self, answers: Answers) -> Answers:
+        """Does what `hear` does, with answers that have come."""
+        self._note(answers)
         for number, (figures, _) in answers.items():
             if figures.trouble is not None:
                 raise RuntimeError(f"shard {number}: {figures.trouble}")

@@ -82,7 +82,7 @@ class ShardFeedback:
 
     def _send(self, keys: NDArray[np.int64], errors: NDArray[np.float64]) -> None:
         numbers, own = unpack(keys)
-        for number in np.unique(numbers).tolist():
+        for number in np.flatnonzero(np.bincount(numbers)).tolist():
             mine = numbers == number
             call = self._shards.update(number, own[mine], errors[mine])
             if call is None:
@@ -124,13 +124,14 @@ class ShardFeedback:
         for fresh in (False, True):  # figures are of the last answer: newer keys are looked for once
             if fresh:
                 self._shards.exchange()
-            issued = {number: figures.stats.rows_written for number, figures in self._shards.figures.items()}
-            issued |= {lost.number: 1 << 62 for lost in self._shards.table.lost}
-            bad = [own[numbers == number].max() >= issued.get(number, 0) for number in np.unique(numbers).tolist()]
-            if not any(bad):
+            told, lost = self._shards.figures, self._shards.table.lost
+            issued = np.zeros(max([*told, *(shard.number for shard in lost)], default=0) + 2, np.int64)
+            issued[list(told)] = [figures.stats.rows_written for figures in told.values()]
+            issued[[shard.number for shard in lost]] = 1 << 62
+            bad = own >= issued[numbers.clip(-1, len(issued) - 1)]  # the last one is that of no shard
+            if not bad.any():
                 return None
-        limit = np.array([issued.get(number, 0) for number in numbers.tolist()])
-        return int(np.flatnonzero(own >= limit)[0])
+        return int(bad.argmax())
 
     def require_issued(self, keys: NDArray[np.int64]) -> None:
         """Raises ValueError where a key names no row that any shard has or had."""

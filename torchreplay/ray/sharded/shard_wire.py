@@ -82,9 +82,9 @@ class ShardLink(Link):
 
     head = ANSWER
 
-    def draw(self, candidates: int, largest: float, layout: Layout, ahead: bool = False) -> Reply[Answer]:
-        """Asks for candidates, as `Shard.draw` does. `ahead`: nobody waits for them at once."""
-        return self.ask(partial(_read, layout), REQUEST.pack(MARK, candidates, largest), ahead=ahead)
+    def draw(self, candidates: int, largest: float, layout: Layout) -> Reply[Answer]:
+        """Asks for candidates, as `Shard.draw` does."""
+        return self.ask(partial(_read, layout), REQUEST.pack(MARK, candidates, largest))
 
     def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Reply[bool]:
         """Feeds back TD errors, as `Shard.update` does; the answer says that they are applied."""

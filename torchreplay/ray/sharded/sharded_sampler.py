@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from itertools import islice
+from functools import partial
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -21,6 +23,7 @@ from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.cuda.copies import DeviceCopies
 from torchreplay.cuda.staging import Staging
 from torchreplay.errors import ReplayTimeout
+from torchreplay.ray.runtime.errands import Errands
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.global_distribution import GlobalDistribution, as_keys, unpack
 from torchreplay.ray.sharded.local_shard import LocalShard
@@ -31,12 +34,16 @@ from torchreplay.ray.sharded.shard_feedback import ShardFeedback
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import Schedule, value_of
-from torchreplay.segment.waits import Wait
+from torchreplay.segment.waits import Wait, Watched
 from torchreplay.validation import checked_int
 
 if TYPE_CHECKING:
     from torchreplay._C import DrawnFrom
     from torchreplay.buffer.local_sampler import Into
+
+HAND_OVER: Final = 0.5e-3
+"""Seconds for which a learner has a batch from which on a thread makes the next ones. With less the learner would wait
+for the thread, and had best make them itself."""
 
 POLL: Final = 0.02
 """Seconds between two looks at the shards while too few items are in."""
@@ -174,7 +181,7 @@ class ShardedSampler(BatchSource):
         rows = rows_of(asked, found["key"].numpy())
         batch = self._layout.picked(found, rows)
         if len(rows):
-            shares = np.repeat([part.total / union.total for part in union.parts], counts)[rows]
+            shares = np.repeat(union.shares, counts)[rows]
             union.weigh(batch, shares, value_of(self._sampler.beta, self.shards.limiter.steps), self._sampler)
         batch.source = self.nonce
         return self.finished(batch)
@@ -201,10 +208,10 @@ class ShardedSampler(BatchSource):
         if not self.admits(n):
             self._wait_for_rows(n, wait)
 
-    def begin(self, n: int, wait: Wait, place: ReplayBatch | None = None, in_advance: bool = False) -> SampleRequest:
+    def begin(self, n: int, wait: Wait, place: ReplayBatch | None = None) -> SampleRequest:
         """Asks all shards for candidates, where the limiter admits `n` items; `take` makes the batch.
 
-        `place` is the batch, whose tensors are overwritten; None: it is made. `in_advance`: it is not taken at once.
+        `place` is the batch, whose tensors are overwritten; None: it is made.
         """
         here = self.shards.local.try_attach(wait)
         limiter, ahead = self.shards.limiter, Round(n, self.end)
@@ -217,7 +224,7 @@ class ShardedSampler(BatchSource):
             chance = np.random.Generator(
                 np.random.Philox(key=np.array([self.seed, self.stream], np.uint64), counter=ahead.step << 64)
             )
-            return SampleRequest(self.shards, self._layout, ahead, chance, self._slack, here, place, in_advance)
+            return SampleRequest(self.shards, self._layout, ahead, chance, self._slack, here, place)
         except BaseException:
             self.end(ahead)
             raise
@@ -243,6 +250,8 @@ class ShardedSampler(BatchSource):
         finally:
             ordered.round.drawn = batch is not None
             self.end(ordered.round)
+            if batch is None:
+                ordered.give_up()
         self._slack = min(1.0, self._slack * 4) if ordered.asked_again else max(LEAST_SLACK, self._slack * 0.75)
         if batch is None:
             return None
@@ -320,6 +329,11 @@ class SampleRequestStream:
         self._ahead: deque[SampleRequest] = deque()
         self._here: tuple[LocalShard, _C.Prefetcher] | None = None  # the only shard, and what draws from it ahead
         self._ordered = 0  # of that, and not taken
+        self._returned_at, self._is_slow = (
+            math.inf,
+            False,
+        )  # when the last batch was handed out; the learner had it long
+        self._errands, self._until_closed = Errands("torchreplay-batches"), UntilClosed(sampler.shards)
 
     def __iter__(self) -> SampleRequestStream:
         return self
@@ -330,6 +344,7 @@ class SampleRequestStream:
         Raises:
             ReplayTimeout, WouldBlockForever, Stopped: As `sample` does.
         """
+        self._is_slow = time.monotonic() - self._returned_at >= HAND_OVER
         self._sampler.feedback.apply_arrived()
         if self._left is not None and self._left <= 0:
             self.close()
@@ -344,6 +359,7 @@ class SampleRequestStream:
             wait.end()
         if self._left is not None:
             self._left -= 1
+        self._returned_at = time.monotonic()
         return batch
 
     def drawn(self) -> list[dict[str, Any]]:
@@ -362,19 +378,17 @@ class SampleRequestStream:
 
     @property
     def answered(self) -> int:
-        """How many of the next rounds have all their answers."""
-        count = self.ready
-        for ahead in self._ahead:
-            if not self._sampler.shards.calls.are_there(ahead.calls.values()):
-                break
-            count += 1
-        return count
+        """How many of the next batches are made ahead."""
+        return self.ready + sum(1 for _ in takewhile(lambda ahead: ahead.is_made, self._ahead))
 
     def close(self) -> None:
         """Forgets the rounds under way."""
         self._leave()
+        self._until_closed.over = True
         while self._ahead:
-            self._sampler.end(self._ahead.pop().round)
+            ahead = self._ahead.pop()
+            self._sampler.end(ahead.round)
+            ahead.give_up()
 
     def _leave(self) -> None:
         """Draws ahead from the only shard no more; batches that were drawn have not been."""
@@ -434,8 +448,13 @@ class SampleRequestStream:
         self._sampler.shards.calls.fetch(
             call for later in islice(self._ahead, 1, None) for call in later.calls.values()
         )
-        first = self._ahead.popleft()
-        batch = self._sampler.take(first, None, wait, self._finishes, self._spec.budget)
+        self._offer()
+        first = self._ahead[0]
+        try:
+            batch = self._sampler.take(first, None, wait, self._finishes, self._spec.budget)
+        finally:
+            if self._ahead and self._ahead[0] is first:  # a signal handler may have closed the stream
+                self._ahead.popleft()
         if batch is not None:
             self.drawn_from = first.drawn_from
         return batch
@@ -446,8 +465,33 @@ class SampleRequestStream:
             and self._sampler.shards.alone() is None
             and self._sampler.admits(self._batch_size)
         ):
-            self._ahead.append(self._sampler.begin(self._batch_size, wait, self._spec.place(), self._prefetch > 0))
+            self._ahead.append(self._sampler.begin(self._batch_size, wait, self._spec.place()))
         self._sampler.shards.report()
+
+    def _offer(self) -> None:
+        """Has a thread make the later ones, if the learner is slow enough."""
+        if self._until_closed.over:  # it was closed, and is used again
+            self._until_closed = UntilClosed(self._sampler.shards)
+        for at, ahead in enumerate(self._ahead):
+            if at and self._is_slow and not ahead.offered:
+                beta = self._sampler.exponent(None, at)
+                self._errands.add(
+                    partial(ahead.make, self._sampler.config.sampler, beta, self._until_closed, self._spec.budget)
+                )
+                ahead.offered = True
+
+
+class UntilClosed(Wait):
+    """The wait of a thread for batches: it has no deadline, and ends when its stream is closed."""
+
+    def __init__(self, shards: Watched) -> None:
+        super().__init__(shards, None)
+        self.over, self._meanwhile = False, None  # what the learner does while it waits is the learner's
+
+    @property
+    def expired(self) -> bool:
+        """Whether it was closed."""
+        return self.over
 
 
 def rows_of(asked: NDArray[np.int64], found: NDArray[np.int64]) -> NDArray[np.int64]:

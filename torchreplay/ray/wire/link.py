@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import queue
 import select
 import socket
 import struct
@@ -14,8 +13,10 @@ from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar, Final, TypeVar
 
+from torchreplay.ray.runtime.errands import Errands
 from torchreplay.ray.wire.connection import (
     HELLO,
     Address,
@@ -34,10 +35,6 @@ CONNECT_SECONDS: Final = 2.0
 
 GIVE_UP_SECONDS: Final = 30.0
 """Seconds after which a connection counts as broken that carries nothing."""
-
-
-IDLE_SECONDS: Final = 0.2
-"""Seconds after which the thread that reads ends, until there is something to read again."""
 
 LOOK_SECONDS: Final = 0.02
 """Seconds after which who waits looks whether another reads, or a signal handler has read what it waits for."""
@@ -115,8 +112,7 @@ class Link:
         self._news = threading.Condition()
         self._sender = self._reader = 0  # the threads that send a request and read answers now
         self._answers, self._amid = self._receive_answers(), False
-        self._ahead: queue.SimpleQueue[Reply[Any]] = queue.SimpleQueue()  # for the thread to read
-        self._thread: threading.Thread | None = None
+        self._ahead = Errands("torchreplay-link")  # reads what nobody waits for at once
 
     @property
     def broken(self) -> Exception | None:
@@ -159,11 +155,8 @@ class Link:
                 raise
             finally:
                 self._sender = 0
-            if ahead:
-                self._ahead.put(answer)
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._read_ahead, name="torchreplay-link", daemon=True)
-                    self._thread.start()
+        if ahead:
+            self._ahead.add(partial(self.read_until, answer, None))
         return answer
 
     def read_until(self, answer: Reply[Any], timeout: float | None) -> float | None:
@@ -230,16 +223,6 @@ class Link:
         yield from receive(self._connection, room)
         self._carried.add(memoryview(room).nbytes)
         return room
-
-    def _read_ahead(self) -> None:
-        while True:
-            with suppress(queue.Empty):
-                self.read_until(self._ahead.get(timeout=IDLE_SECONDS), None)
-                continue
-            with self._lock:
-                if self._ahead.empty():
-                    self._thread = None
-                    return
 
     def _fail(self, error: Exception) -> None:
         with suppress(OSError):  # first: who sends holds the lock, perhaps for as long as nobody reads
