@@ -255,7 +255,9 @@ class Program:
         self.end("release", who, held)
 
     def end(self, action, who, held):
-        keys = [key for key in held if self.chance.random() < 0.6]
+        lost = sum(self.model.items[key].lost for key in held)
+        # A process knows the keys of so many lost items as the queue has rows; of more it lets go all together.
+        keys = held if lost > CAPACITY else [key for key in held if self.chance.random() < 0.6]
         self.learners[who].do(action, None if keys == held else torch.tensor(keys, dtype=torch.int64))
         self.model.let_go(keys, "committed" if action == "commit" else "dropped")
 
