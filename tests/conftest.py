@@ -10,6 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
+from multiprocessing import resource_sharer
 from pathlib import Path
 from types import ModuleType
 
@@ -161,8 +162,10 @@ def told() -> Iterator[list[str]]:
 def nothing_is_left_over(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaves files in /dev/shm, child processes, or threads or descriptors of ours behind.
 
-    What fixtures of a module or of the session have made is there before, and may stay.
+    What fixtures of a module or of the session have made is there before, and may stay. A thread with which a test has
+    passed descriptors on to processes would stay for all tests behind it: a wait believes that it may write or draw.
     """
+    resource_sharer.stop()
     before = belongings()
     yield
     if belongings() <= before:
