@@ -118,7 +118,7 @@ class Snapshot:
         evicted_by_pages: Rows that left because the bytes of their ragged values were taken again.
         redraws: Items drawn again because their row was overwritten while it was copied.
         dropped_rows: Rows of a file that were being written when its processes died.
-        drawable: Items that can be drawn, of those that learners have looked at.
+        drawable: Items that can be drawn and that a learner has looked at.
         policy_version: The learner's.
         ages: Policy versions that the items drawn were behind it, added up.
         aged: Items drawn, as far as their rows say by which policy they came about.

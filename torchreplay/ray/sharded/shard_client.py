@@ -279,7 +279,7 @@ class ShardClient:
     ) -> dict[int, Any]:
         """Asks shards for so many candidates each, 0 for figures alone; returns what their answers will be got by.
 
-        The shard that is attached draws its candidates here, into `room`, from the first row on, where it is given; the
+        The shard that is attached draws its candidates here, into the first rows of `room` where that is given. The
         others send theirs over a connection of their own. Without `layout` all are called through Ray.
         """
         self.coordinator.require_own_process()
