@@ -24,6 +24,7 @@ import torch
 import torchreplay as tr
 from benchmarks.line import OURS
 from benchmarks.workload import ATARI, SMALL
+from torchreplay import _C
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport
@@ -104,7 +105,7 @@ class Wire:
         """Gives what asks; the answer lies in memory of the link's own."""
         with socket.create_connection((HOST, port)) as connection:
             host, own_port, secret = json.loads(connection.makefile().read())
-        link = ShardLink(Address(host, own_port, bytes.fromhex(secret)))
+        link = ShardLink(Address(host, own_port, bytes.fromhex(secret)), _C.Exchange())
         layouts = {rows * nbytes: (rows, nbytes, cls._layout(nbytes)) for rows, nbytes in BATCHES.values()}
 
         def ask(room: memoryview) -> None:

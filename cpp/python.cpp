@@ -7,6 +7,7 @@
 #include "python/faults.h"
 #include "python/import_object.h"
 #include "python/limiter_calls.h"
+#include "python/link_object.h"
 #include "python/prefetcher_object.h"
 #include "python/reader_object.h"
 #include "python/regions.h"
@@ -218,8 +219,10 @@ PyObject* make_module() {
     guard_clients_by_gil();
     Ref m(checked(PyModule_Create(&module)));
     for (PyType_Spec* spec :
-         {&segment::spec, &importing::spec, &prefetcher::spec, &writer::spec, &weights::spec, &reader::spec}) {
+         {&segment::spec, &importing::spec, &prefetcher::spec, &writer::spec, &weights::spec, &reader::spec,
+          &wire::exchange_spec, &wire::link_spec, &wire::reply_spec, &union_draw::spec}) {
       Ref type(checked(PyType_FromSpec(spec)));
+      if (spec == &wire::reply_spec) wire::reply_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type.get()));
       if (PyModule_AddType(m.get(), reinterpret_cast<PyTypeObject*>(type.get()))) throw PythonError{};
     }
     // After all exit handlers: what they write is in the file.

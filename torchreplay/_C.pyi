@@ -1,6 +1,6 @@
 """The native core's own interface; `ReplayBuffer`, `Writer` and `SharedWeights` are the public faces."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypedDict
 
 import torch
@@ -21,6 +21,8 @@ class Room(Protocol):  # memory for a batch, and for its values of any length; a
 # What a batch is drawn into, or the most elements of its ragged fields.
 Into = ReplayBatch | Room | tuple[int, ...] | None
 DrawnFrom = tuple[float, int, float, float]  # total, drawable, smallest, beta
+# Of a shard for a batch of the union: the tree, items, a block that has them (None: the batch has), what keys lack
+Candidates = tuple[DrawnFrom, int, Tensor | None, int]
 LimiterRule = tuple[int, float, float, float, int, int]  # min_size, ratio, min_diff, max_diff, inserted_before, cleared
 Shortage = tuple[str, int, int, int, int]  # "wait", "barren", "stopped" or "lapped"; inserted, needed, drawable, seen
 
@@ -312,6 +314,43 @@ class Prefetcher:
     @property
     def drawn_from(self) -> DrawnFrom: ...
     def close(self) -> None: ...
+
+class Exchange:
+    def __init__(self) -> None: ...
+    @property
+    def carried(self) -> int: ...
+
+class Link:
+    def __init__(self, exchange: Exchange, socket: int, head_bytes: int, /) -> None: ...
+    def ask(self, exact: int, draw: UnionDraw | None, /, *parts: Buffer) -> Reply: ...
+    def broken(self) -> str: ...
+    def close(self) -> None: ...
+
+class Reply:
+    is_there: bool
+    head: bytes
+    text: bytes
+    lost: str
+    def wait(self, ns: int, /) -> bool: ...
+    def body(self) -> Tensor | None: ...
+
+class UnionDraw:
+    is_made: bool
+    drawn_from: DrawnFrom
+    def __init__(
+        self,
+        n: int,
+        beta: float,
+        weights: Literal["equal", "buffer", "batch", "none"],
+        seed: int,
+        stream: int,
+        step: int,
+        tensors: list[Tensor],
+        /,
+    ) -> None: ...
+    def expect(self, replies: list[Reply], here: Candidates | None, /) -> None: ...
+    def make(self, parts: Sequence[Candidates], /) -> bool: ...
+    def abandon(self) -> None: ...
 
 class Writer:
     _policy_version: int

@@ -9,7 +9,7 @@ import torchreplay as tr
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.local_shard import LocalShard
 from torchreplay.ray.sharded.rate_limiter import Round
-from torchreplay.ray.sharded.sample_request import SampleRequest
+from torchreplay.ray.sharded.sample_request import Chance, SampleRequest
 from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.schema.config import Config
 
@@ -55,12 +55,13 @@ class LocalShards:
             self.nearby = LocalShard(here, self.buffer(here).handle())
         self.before_draw = lambda number, buffer: None
         self.orders = 0
-        self.calls = SimpleNamespace(fetch=list, collect=lambda calls, wait: calls)
+        told = lambda answer: None  # noqa: E731
+        self.calls = SimpleNamespace(fetch=list, collect=lambda calls, wait: calls, told=told)
 
     def buffer(self, number):
         return self.shards[number]._buffer
 
-    def order(self, candidates, layout=None, room=None):
+    def order(self, candidates, layout=None, room=None, union=None):
         answers = {}
         for number, count in candidates.items():
             self.before_draw(number, self.buffer(number))
@@ -87,10 +88,9 @@ class LocalShards:
         return calls
 
     def batch(self, n, step, beta=0.4, slack=1 / 64, place=None, budget=None):
-        chance = np.random.Generator(np.random.Philox(key=[7, 0], counter=step << 64))
-        here = self.here is not None
-        request = SampleRequest(self, self.layout, Round(n), chance, slack, here, place)
-        return request.finish(self.sampler, beta, None, budget)
+        here, chance = self.here is not None, Chance(7, 0, step)
+        request = SampleRequest(self, self.layout, Round(n), chance, self.sampler, beta, slack, here, place, budget)
+        return request.finish(None)
 
     def close(self):
         if self.here is not None:

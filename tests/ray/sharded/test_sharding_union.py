@@ -12,8 +12,9 @@ from local_shards import LocalShards
 from scipy import stats
 
 import torchreplay as tr
+from torchreplay import _C
 from torchreplay.buffer.tree_summary import TreeSummary
-from torchreplay.ray.sharded.batch_block import Layout, RecycledMemory, keep
+from torchreplay.ray.sharded.batch_block import Layout, RecycledMemory
 from torchreplay.ray.sharded.global_distribution import (
     KEY_BITS,
     MAX_SHARDS,
@@ -274,17 +275,102 @@ def test_more_elements_than_offsets_can_say_are_refused(monkeypatch):
         layout.picked(batch, np.array([0, 1]))
 
 
-@given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))))
-def test_items_that_are_kept_come_to_the_front_whole(case):
-    n, chosen_ones = case
-    which = np.array(sorted(chosen_ones), dtype=np.int64)
-    items = np.arange(n)
-    rooms = [items[:, None].astype(np.uint8), np.repeat(items[:, None], 3, axis=1).astype(np.uint8)]
-    keep(rooms, which)
-    for rows in rooms:
-        assert sorted(rows[: len(which), 0].tolist()) == which.tolist()
-        assert (rows == rows[:, :1]).all()
-    assert (rooms[0] == rooms[1][:, :1]).all()
+ROWS = {"a": {"b": tr.Field((3, 2), torch.float64), "c": tr.Field((), torch.bool)}, "d": tr.Field((5,), torch.bfloat16)}
+
+
+def candidates_of(layout, n, total, first, chance):
+    """A block of `n` items of random bytes, whose keys count from `first` on."""
+    block = layout.new_block(n).random_(0, 2, generator=chance)
+    batch = layout.batch_over(block, n)
+    batch["key"][:] = torch.arange(first, first + n)
+    batch["probability"][:] = 1 / n
+    return block, batch, TreeSummary(total, n, total / n)
+
+
+@given(
+    st.integers(1, 60),
+    st.lists(st.floats(0.01, 100), min_size=1, max_size=4),
+    st.booleans(),
+    st.integers(0, 2**32),
+)
+def test_the_native_core_makes_a_batch_of_whole_items_in_the_shards_shares(n, totals, here, step):
+    layout, chance = Layout(flatten(ROWS)), torch.Generator().manual_seed(step)
+    parts = [candidates_of(layout, n, total, 1000 * k, chance) for k, total in enumerate(totals)]
+    union = GlobalDistribution(tuple(tree for _, _, tree in parts))
+    batch = layout.new_batch(n)
+    draw = _C.UnionDraw(n, 0.7, "buffer", 7, 0, step, layout.tensors(batch))
+    if here:  # the first one has its items in the batch
+        for target, source in zip(layout.tensors(batch), layout.tensors(parts[0][1]), strict=True):
+            target[:] = source
+    given_ones = [(tree, n, None if here and k == 0 else block, 0) for k, (block, _, tree) in enumerate(parts)]
+    assert draw.make(given_ones)
+    keys = batch["key"].numpy()
+    assert len(set(keys.tolist())) == n
+    counts = np.bincount(keys // 1000, minlength=len(parts))
+    assert (counts[keys // 1000] > 0).all()
+    assert (np.diff(keys // 1000) >= 0).all(), "items of one shard lie together"
+    for total, count, most in zip(totals, counts, union.most(n), strict=True):
+        assert count <= most
+        assert abs(count - n * total / union.total) < 2 + 1e-6
+    for at, key in enumerate(keys.tolist()):
+        source = parts[key // 1000][1]
+        for target, values in zip(layout.tensors(batch)[:-3], layout.tensors(source)[:-3], strict=True):
+            assert torch.equal(target[at].view(torch.uint8), values[key % 1000].view(torch.uint8))
+    share = np.array(totals)[keys // 1000] / union.total
+    np.testing.assert_allclose(batch["probability"].numpy(), share / n, rtol=1e-6)
+    expected = union.weights(share / n, 0.7, prioritized())
+    np.testing.assert_allclose(batch["weight"].numpy(), expected, rtol=1e-6)
+    assert draw.drawn_from == pytest.approx((union.total, union.drawable, union.smallest, 0.7))
+
+
+@pytest.mark.parametrize("weights", ["buffer", "batch", "none", "equal"])
+def test_the_native_core_weighs_by_the_published_formula(weights):
+    layout, chance = Layout(flatten(ROWS)), torch.Generator().manual_seed(3)
+    leaves, totals = [np.array([0.5, 2.0, 8.0, 1.0]), np.array([0.25, 4.0, 4.0, 0.75])], [11.5, 9.0]
+    parts = []
+    for k, each in enumerate(leaves):
+        block, batch, _ = candidates_of(layout, 4, totals[k], 10 * k, chance)
+        batch["probability"][:] = torch.from_numpy(each / totals[k])
+        parts.append((TreeSummary(totals[k], 4, each.min()), 4, block, 1 << 48))
+    batch = layout.new_batch(4)
+    assert _C.UnionDraw(4, 0.5, weights, 1, 2, 3, layout.tensors(batch)).make(parts)
+    own = batch["key"].numpy() - (1 << 48)
+    probability = np.concatenate(leaves)[own // 10 * 4 + own % 10] / 20.5
+    np.testing.assert_allclose(batch["probability"].numpy(), probability, rtol=1e-6)
+    raw = (8 * probability) ** -0.5
+    largest = {"buffer": (8 * 0.25 / 20.5) ** -0.5, "batch": raw.max(), "none": 1.0}
+    expected = np.ones(4) if weights == "equal" else raw / largest[weights]
+    np.testing.assert_allclose(batch["weight"].numpy(), expected, rtol=1e-6)
+
+
+def test_the_native_core_takes_each_candidate_equally_often():
+    layout = Layout(flatten({"x": tr.Field()}))
+    one, other = (candidates_of(layout, 20, 10.0, 100 * k, torch.Generator()) for k in range(2))
+    batch, counts = layout.new_batch(20), np.zeros(200)
+    for step in range(4000):
+        draw = _C.UnionDraw(20, 0.0, "equal", 5, 0, step, layout.tensors(batch))
+        assert draw.make([(one[2], 20, one[0], 0), (other[2], 20, other[0], 0)])
+        counts[batch["key"].numpy()] += 1
+    taken = np.concatenate([counts[:20], counts[100:120]])
+    assert stats.chisquare(taken).pvalue > FALSE_ALARM
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        (((1.0, 2, 0.5), 4, torch.zeros(256, dtype=torch.uint8), 0), "has not the items"),
+        (((1.0, 2, 0.5), 4, torch.zeros(4096), 0), "has not the items"),
+        (((1.0, 2, 0.5), -1, torch.zeros(4096, dtype=torch.uint8), 0), "has not the items"),
+    ],
+)
+def test_the_native_core_refuses_what_are_no_candidates(part, why):
+    layout = Layout(flatten({"x": tr.Field()}))
+    draw = _C.UnionDraw(4, 0.0, "equal", 5, 0, 0, layout.tensors(layout.new_batch(4)))
+    with pytest.raises(ValueError, match=why):
+        draw.make([part])
+    assert not draw.make([])
+    with pytest.raises(ValueError, match="not contiguous, or has not one value for each item"):
+        _C.UnionDraw(5, 0.0, "equal", 5, 0, 0, layout.tensors(layout.new_batch(4)))
 
 
 def test_memory_is_used_again_only_when_no_tensor_is_left_over_it():

@@ -83,13 +83,17 @@ class Layout:
         """Whether batches have values of any length. Then they are of memory of their own, and none is drawn into."""
         return bool(self._ragged)
 
+    def block_bytes(self, n: int) -> int:
+        """Returns the bytes of a block for `n` items, without values of any length."""
+        return max(ALIGNMENT, self._packing(n).nbytes)  # a view of no memory is refused
+
     def batch_over(self, block: torch.Tensor, n: int) -> ReplayBatch:
         """Returns a batch of `n` items whose tensors are the memory of `block`, of as many or more."""
         return ReplayBatch(nest(self._packing(n).tensors(block)))
 
     def new_block(self, n: int) -> torch.Tensor:
         """Returns a block for `n` items, uint8, of any content, in memory of its own."""
-        nbytes = max(ALIGNMENT, self._packing(n).nbytes)  # a view of no memory is refused
+        nbytes = self.block_bytes(n)
         return self._memory.take(nbytes, nbytes // 8)
 
     def new_batch(self, n: int) -> ReplayBatch:
@@ -103,6 +107,16 @@ class Layout:
         for info, target in zip(self._packing(given).infos, room, strict=True):
             rows = source[info.offset : info.offset + info.nbytes].reshape(given, -1)
             rows.take(which, 0, target[at : at + len(which)], "clip")  # another mode would copy twice
+
+    def tensors(self, batch: ReplayBatch) -> list[torch.Tensor]:
+        """Returns a batch's tensors of one shape, in the order of a block: key, weight and probability are the last."""
+        return [_at(batch, path) for path in self._fields]
+
+    @staticmethod
+    def as_tensor(block: Block) -> torch.Tensor:
+        """Returns a block without values of any length as a tensor. That of Ray's object store is copied."""
+        assert isinstance(block, np.ndarray)
+        return torch.from_numpy(block if block.flags.writeable else block.copy())
 
     def item_bytes(self, batch: ReplayBatch) -> ItemBytes:
         """Returns the memory of a batch's tensors of one shape, in the order of a block."""
@@ -210,16 +224,6 @@ def _runs(
     breaks = np.flatnonzero(np.diff(which) != 1) + 1
     for run in np.split(which, breaks) if len(which) else []:
         yield values[ends[run[0]] : ends[run[-1] + 1]]
-
-
-def keep(room: ItemBytes, which: NDArray[np.int64]) -> None:
-    """Moves chosen items, ascending, to the front of a batch, in any order: the last ones fill the free places."""
-    at_front = int(np.searchsorted(which, len(which)))
-    free = np.ones(len(which), np.bool_)
-    free[which[:at_front]] = False
-    moved, vacant = which[at_front:], np.flatnonzero(free)
-    for rows in room:
-        rows[vacant] = rows[moved]
 
 
 def _elements(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -11,8 +11,12 @@ from typing import Any, Final
 from torchreplay.errors import AttachError, ReplayTimeout
 from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.ray.sharded.local_shard import Gone
-from torchreplay.ray.wire.link import LinkBroken
+from torchreplay.ray.sharded.shard_wire import ShardReply
+from torchreplay.ray.wire.connection import LinkBroken
 from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait
+
+HERE: Final = (Future, ShardReply)
+"""Answers that do not come through Ray."""
 
 UNREACHABLE_SECONDS: Final = 30.0
 """Seconds for which a shard that Ray cannot reach, and does not know to be dead, is asked again before it is lost."""
@@ -46,10 +50,16 @@ class ReplyCollector:
 
     def fetch(self, calls: Iterable[Any]) -> None:
         """Has those answers that are there brought to this node, without waiting for them."""
-        remote = [call for call in calls if not isinstance(call, Future)]
+        remote = [call for call in calls if not isinstance(call, HERE)]
         if remote:
             # What is asked for so is brought here also after the call has come back.
             self._ray.wait(remote, num_returns=len(remote), timeout=0)
+
+    @staticmethod
+    def told(call: Any) -> Any:
+        """Returns what the shard that is attached has answered; None: nothing, or an error."""
+        there = isinstance(call, Future) and call.done() and not call.cancelled() and call.exception() is None
+        return call.result() if there else None
 
     def are_there(self, calls: Iterable[Any]) -> bool:
         """Returns whether all answers are on this node."""
@@ -89,7 +99,7 @@ class ReplyCollector:
         """Returns what an answered call returned; None if that did not arrive, or the shard is lost or let go of."""
         errors = self._ray.exceptions
         try:
-            answer = call.result() if isinstance(call, Future) else self._ray.get(call)
+            answer = call.result() if isinstance(call, HERE) else self._ray.get(call)
         except CancelledError:  # this process has let go of the shard, which others still use
             return None
         except (LinkBroken, errors.ObjectLostError) as error:  # the next call shows whether the shard is there
@@ -115,7 +125,7 @@ class ReplyCollector:
         """Asks Ray for shards that are silent over their connections: a node that is lost ends none."""
         if not self._ray.is_initialized():  # a call would start another one
             raise AttachError("Ray was shut down in this process: nothing reaches the shards from here")
-        for number in [number for number, call in calls.items() if isinstance(call, Future)]:
+        for number in [number for number, call in calls.items() if isinstance(call, HERE)]:
             if number not in probes:
                 probes[number] = self._probe(number)
             elif probes[number] is not None and self.are_there([probes[number]]):
@@ -135,8 +145,8 @@ class ReplyCollector:
 
     def _unanswered(self, calls: list[Any], seconds: float) -> list[Any]:
         """Waits for answers, so long at most, and returns the calls that have none."""
-        here = [call for call in calls if isinstance(call, Future)]
-        left = [call for call in calls if not isinstance(call, Future)]
+        here = [call for call in calls if isinstance(call, HERE)]
+        left = [call for call in calls if not isinstance(call, HERE)]
         if left:
             left = self._ray.wait(left, num_returns=len(left), timeout=seconds)[1]
         until = time.monotonic() + seconds

@@ -7,11 +7,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from torchreplay import _C
 from torchreplay.buffer.base import MAX_BATCH
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.runtime.session import import_ray, logger
@@ -26,7 +28,6 @@ from torchreplay.ray.sharded.reply_collector import ReplyCollector
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport
 from torchreplay.ray.sharded.shard_table import LostShard, ShardEntry, ShardTable
 from torchreplay.ray.sharded.shard_wire import ShardLink
-from torchreplay.ray.wire.connection import Carried
 from torchreplay.ray.wire.way import Way
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.limiters import Limiter, MinSize
@@ -72,7 +73,7 @@ class ShardClient:
         # The shard on this node, which is drawn from and fed back to through shared memory once it is attached
         self.local = LocalAttachment(self._lock, self.entry_here, self._answers)
         self._ways: dict[int, Way[ShardLink]] = {}  # to the shards of other nodes, by what names their memory
-        self.carried = Carried()  # bytes on them
+        self.connections = _C.Exchange()  # what sends and receives on them
         self.rounds = 0  # in which shards of other nodes were asked for candidates, all at once
         self.node = ray_node()  # Ray's id of the node that this process is on
         # What each shard said last, by number; an older answer changes nothing. Never changed: there is another mapping
@@ -276,11 +277,12 @@ class ShardClient:
         candidates: Mapping[int, int],
         layout: Layout | None = None,
         room: ReplayBatch | None = None,
+        union: _C.UnionDraw | None = None,
     ) -> dict[int, Any]:
         """Asks shards for so many candidates each, 0 for figures alone; returns what their answers will be got by.
 
         The shard that is attached draws its candidates here, into the first rows of `room` where that is given. The
-        others send theirs over a connection of their own. Without `layout` all are called through Ray.
+        others send theirs over a connection of their own, for `union`. Without `layout` all are called through Ray.
         """
         self.coordinator.require_own_process()
         largest = self.limiter.largest
@@ -295,7 +297,7 @@ class ShardClient:
             calls[number] = (
                 entry.actor.draw.remote(count, largest)
                 if link is None or layout is None
-                else link.draw(count, largest, layout)
+                else link.draw(count, largest, layout, union)
             )
         self.rounds += layout is not None and bool(calls)
         if layout is not None and local is not None and local.number in candidates:  # while the others are asked
@@ -483,7 +485,7 @@ class ShardClient:
         way = self._ways.get(entry.handle.nonce)
         if way is None:
             called = f"shard {entry.number} on node {entry.node}"
-            way = Way(ShardLink, called, entry.actor.address.remote, self.carried)
+            way = Way(partial(ShardLink, exchange=self.connections), called, entry.actor.address.remote)
             way = self._ways.setdefault(entry.handle.nonce, way)
         return way.link()
 

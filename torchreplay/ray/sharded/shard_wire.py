@@ -5,32 +5,34 @@ from __future__ import annotations
 import json
 import math
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import fields
-from functools import partial
 from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from torchreplay import _C
 from torchreplay.buffer.base import MAX_BATCH
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.ray.sharded.batch_block import Layout, RaggedItems
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport
-from torchreplay.ray.wire.connection import MARK, Arrival, Fill, Receive
-from torchreplay.ray.wire.link import Link, Reply
+from torchreplay.ray.wire.connection import MARK, Address, Fill, LinkBroken, connect
 from torchreplay.ray.wire.server import Server
+from torchreplay.segment.waits import SLICE_NS
 
 REQUEST: Final = struct.Struct("<4sId")
 """The mark, items, and of a draw the largest raw priority known; of TD errors, which follow behind keys, NaN."""
 
 _KINDS: Final = {"int": "q", "float": "d", "bool": "?"}
-ANSWER: Final = struct.Struct("<4sI" + "".join(_KINDS[str(field.type)] for field in fields(Stats)) + "dqddqqdd")
-"""The mark, bytes of JSON, and of a draw what a report says in numbers."""
+_FIGURES: Final = "dqddq" + "".join(_KINDS[str(field.type)] for field in fields(Stats)) + "qdd"
+ANSWER: Final = struct.Struct("<4sIQ" + _FIGURES)
+"""The mark, bytes of JSON and of items, and of a draw what a report says in numbers."""
 
-_MOST_TEXT: Final = 1 << 20
+_HEAD: Final = struct.Struct("<" + _FIGURES)
 _STATS: Final = tuple(field.name for field in fields(Stats))
 _figures: Final = attrgetter(*_STATS)
 _NOTHING: Final = (0,) * (len(_STATS) + 8)
@@ -56,12 +58,12 @@ class ShardServer(Server):
                 return _answer_to_draw(*self._draw(n, largest))
             keys = fill(np.empty(n, np.int64))
             self._update(keys, fill(np.empty(n)))
-            return [ANSWER.pack(MARK, 0, *_NOTHING)]
+            return [ANSWER.pack(MARK, 0, 0, *_NOTHING)]
         except ConnectionError:
             raise
         except Exception as error:
             said = json.dumps([type(error).__name__, str(error)[:10_000]]).encode()
-            return [ANSWER.pack(MARK, len(said), *_NOTHING), said]
+            return [ANSWER.pack(MARK, len(said), 0, *_NOTHING), said]
 
 
 def _answer_to_draw(report: ShardReport, block: NDArray[np.uint8] | RaggedItems | None) -> list[Any]:
@@ -73,49 +75,120 @@ def _answer_to_draw(report: ShardReport, block: NDArray[np.uint8] | RaggedItems 
     if report.trouble or report.barren or shared:
         shapes = [array.shape for array in arrays[1:]]
         said = json.dumps([report.trouble, report.barren, shapes, shared]).encode()
-    own = report.candidates, report.writers, report.since_departure, report.moment
-    return [ANSWER.pack(MARK, len(said), *_figures(report.stats), *report.drawn, *own), said, *arrays]
+    nbytes = sum(array.nbytes for array in arrays)
+    figures = *report.drawn, report.candidates, *_figures(report.stats), report.writers, report.since_departure
+    return [ANSWER.pack(MARK, len(said), nbytes, *figures, report.moment), said, *arrays]
 
 
-class ShardLink(Link):
-    """A learner's own connection to a shard of another node."""
+class ShardReply:
+    """The answer of a shard of another node, to come. A draw's is an `Answer`; feedback's is True, once it is applied.
 
-    head = ANSWER
+    Args:
+        reply: What comes.
+        layout: How the items of a draw lie; None: they are fed back.
+    """
 
-    def draw(self, candidates: int, largest: float, layout: Layout) -> Reply[Answer]:
-        """Asks for candidates, as `Shard.draw` does."""
-        return self.ask(partial(_read, layout), REQUEST.pack(MARK, candidates, largest))
+    __slots__ = ("_answer", "_layout", "native")
 
-    def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Reply[bool]:
-        """Feeds back TD errors, as `Shard.update` does; the answer says that they are applied."""
-        arrays = map(np.ascontiguousarray, (keys, td))
-        return self.ask(partial(_read, None), REQUEST.pack(MARK, len(keys), math.nan), *arrays)
+    def __init__(self, reply: _C.Reply, layout: Layout | None) -> None:
+        self.native, self._layout = reply, layout
+        self._answer: Answer | bool | Exception | None = None
+
+    def done(self) -> bool:
+        """Whether it is there."""
+        return self.native.is_there
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Returns it, or raises what has come instead; TimeoutError: nothing comes in so many seconds."""
+        if (error := self.exception(timeout)) is not None:
+            raise error
+        return self._answer
+
+    def exception(self, timeout: float | None = None) -> Exception | None:
+        """Returns what has come instead; None: nothing has."""
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.native.wait(int(max(0.0, min(until - time.monotonic(), SLICE_NS * 1e-9)) * 1e9)):
+            if time.monotonic() >= until:
+                raise TimeoutError
+        if self._answer is None:
+            self._answer = self._read()
+        return self._answer if isinstance(self._answer, Exception) else None
+
+    def _read(self) -> Answer | bool | Exception:
+        if lost := self.native.lost:
+            return LinkBroken(lost)
+        text = self.native.text
+        said: Any = json.loads(text) if text else (None, None, (), ())
+        if len(said) == 2:
+            kind, message = said
+            return _ERRORS.get(kind, RuntimeError)(message if kind in _ERRORS else f"{kind}: {message}")
+        if self._layout is None:
+            return True
+        trouble, barren, shapes, of = said
+        total, drawable, smallest, beta, n, *figures, writers, since_departure, moment = _HEAD.unpack(self.native.head)
+        stats, drawn = Stats.of(dict(zip(_STATS, figures, strict=True))), TreeSummary(total, drawable, smallest, beta)
+        report = ShardReport(stats, drawn, n, writers, since_departure, trouble, barren, moment)
+        try:
+            return report, _items(self._layout, n, shapes, of, self.native.body())
+        except (TypeError, ValueError) as error:
+            return LinkBroken(f"items have come that nobody has asked for: {error}")
 
 
-def _read(layout: Layout | None, head: list[Any], fill: Receive) -> Arrival[Answer | Exception | bool]:
-    """Returns the answer: to a draw of items that lie so; or True, TD errors are applied."""
-    length, *figures, total, drawable, smallest, beta, n, writers, since_departure, moment = head
-    if length > _MOST_TEXT:
-        raise ConnectionError("something else than an answer has come")
-    said: Any = json.loads((yield from fill(bytearray(length)))) if length else (None, None, (), ())
-    if len(said) == 2:
-        kind, message = said
-        return _ERRORS.get(kind, RuntimeError)(message if kind in _ERRORS else f"{kind}: {message}")
-    if layout is None:
-        return True
-    trouble, barren, shapes, of = said
-    stats = Stats.of(dict(zip(_STATS, figures, strict=True)))
-    drawn = TreeSummary(total, drawable, smallest, beta)
-    report = ShardReport(stats, drawn, n, writers, since_departure, trouble, barren, moment)
+def _items(layout: Layout, n: int, shapes: Any, of: Any, body: Any) -> NDArray[np.uint8] | RaggedItems | None:
+    """Returns the items of an answer."""
+    if body is None:
+        return None
+    items: NDArray[np.uint8] = body.numpy()
+    if not layout.is_ragged:
+        return items
     count = len(shapes) - len(of)  # of lengths: fields may share them
     if not 0 <= n <= MAX_BATCH or any(shape[0] != n for shape in shapes[:count]):
-        raise ConnectionError("items have come that nobody has asked for")
-    if not n:
-        return report, None
-    block = yield from fill(layout.new_block(n).numpy())
-    if not layout.is_ragged:
-        return report, block
-    parts: list[Any] = []
+        raise ValueError("another number of them")
+    parts, at = list[Any](), layout.block_bytes(n)
     for k, shape in enumerate(shapes):
-        parts.append((yield from fill(np.empty(shape, np.int64 if k < count else np.uint8))))
-    return report, RaggedItems(block, tuple(parts[:count]), tuple(of), tuple(parts[count:]))
+        dtype: Any = np.int64 if k < count else np.uint8
+        end = at + math.prod(shape) * np.dtype(dtype).itemsize
+        part = items[at:end]
+        # Behind others it may lie where no int64 does.
+        parts.append((np.frombuffer(part.tobytes(), dtype) if k < count else part).reshape(shape))
+        at = end
+    return RaggedItems(items[: layout.block_bytes(n)], tuple(parts[:count]), tuple(of), tuple(parts[count:]))
+
+
+class ShardLink:
+    """A learner's own connection to a shard of another node. Answers come in the order of the requests.
+
+    Args:
+        address: Of the shard's server.
+        exchange: What sends and receives for this process.
+
+    Raises:
+        OSError: It cannot be reached.
+    """
+
+    halfway = False  # a signal handler interrupts nothing that it could not wait for
+
+    def __init__(self, address: Address, exchange: _C.Exchange) -> None:
+        with connect(address) as connection:
+            self._link = _C.Link(exchange, connection.fileno(), _HEAD.size)
+
+    @property
+    def broken(self) -> Exception | None:
+        """Why nothing comes through any more; None while it does."""
+        return LinkBroken(why) if (why := self._link.broken()) else None
+
+    def draw(self, candidates: int, largest: float, layout: Layout, union: _C.UnionDraw | None = None) -> ShardReply:
+        """Asks for candidates, as `Shard.draw` does; for that batch, where they are."""
+        nbytes = 0 if layout.is_ragged else layout.block_bytes(candidates)
+        return ShardReply(self._link.ask(nbytes, union, REQUEST.pack(MARK, candidates, largest)), layout)
+
+    def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> ShardReply:
+        """Feeds back TD errors, as `Shard.update` does; the answer says that they are applied."""
+        head = REQUEST.pack(MARK, len(keys), math.nan)
+        return ShardReply(
+            self._link.ask(0, None, head, np.ascontiguousarray(keys).data, np.ascontiguousarray(td).data), None
+        )
+
+    def close(self) -> None:
+        """Ends the connection; in a forked child, whose parent's it is, that goes on."""
+        self._link.close()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,27 +21,22 @@ from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.cuda.copies import DeviceCopies
 from torchreplay.cuda.staging import Staging
 from torchreplay.errors import ReplayTimeout
-from torchreplay.ray.runtime.errands import Errands
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.global_distribution import GlobalDistribution, as_keys, unpack
 from torchreplay.ray.sharded.local_shard import LocalShard
 from torchreplay.ray.sharded.rate_limiter import Round
-from torchreplay.ray.sharded.sample_request import LEAST_SLACK, SampleRequest
+from torchreplay.ray.sharded.sample_request import LEAST_SLACK, Chance, SampleRequest
 from torchreplay.ray.sharded.shard_client import ShardClient
 from torchreplay.ray.sharded.shard_feedback import ShardFeedback
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import Schedule, value_of
-from torchreplay.segment.waits import Wait, Watched
+from torchreplay.segment.waits import Wait
 from torchreplay.validation import checked_int
 
 if TYPE_CHECKING:
     from torchreplay._C import DrawnFrom
     from torchreplay.buffer.local_sampler import Into
-
-HAND_OVER: Final = 0.5e-3
-"""Seconds for which a learner has a batch from which on a thread makes the next ones. With less the learner would wait
-for the thread, and had best make them itself."""
 
 POLL: Final = 0.02
 """Seconds between two looks at the shards while too few items are in."""
@@ -128,7 +121,8 @@ class ShardedSampler(BatchSource):
             self.admit(n, wait)
             if budget is None and (drawn := self.draw_here(n, beta)) is not None:
                 return self.finished(drawn[0])
-            if (batch := self.take(self.begin(n, wait), beta, wait, budget=budget)) is not None:
+            exponent = self.exponent(beta)
+            if (batch := self.take(self.begin(n, wait, exponent, budget=budget), wait)) is not None:
                 self.shards.report()  # there may be no next one for long
                 return batch
             self.pause(n, wait)
@@ -208,10 +202,18 @@ class ShardedSampler(BatchSource):
         if not self.admits(n):
             self._wait_for_rows(n, wait)
 
-    def begin(self, n: int, wait: Wait, place: ReplayBatch | None = None) -> SampleRequest:
-        """Asks all shards for candidates, where the limiter admits `n` items; `take` makes the batch.
+    def begin(
+        self,
+        n: int,
+        wait: Wait,
+        beta: float,
+        place: ReplayBatch | None = None,
+        budget: Mapping[str, int] | None = None,
+    ) -> SampleRequest:
+        """Asks all shards for candidates, where the limiter admits `n` items; `take` returns the batch.
 
-        `place` is the batch, whose tensors are overwritten; None: it is made.
+        `beta` is the exponent of the weights, and `place` the batch, whose tensors are overwritten; None: it is made.
+        With a budget the draw is of the items within it.
         """
         here = self.shards.local.try_attach(wait)
         limiter, ahead = self.shards.limiter, Round(n, self.end)
@@ -220,32 +222,23 @@ class ShardedSampler(BatchSource):
                 ahead.step, self._next = self._next, self._next + 1
                 self._under_way += 1
             limiter.begin(ahead)
-            # The generator's blocks are counted by the low bits.
-            chance = np.random.Generator(
-                np.random.Philox(key=np.array([self.seed, self.stream], np.uint64), counter=ahead.step << 64)
+            chance = Chance(self.seed, self.stream, ahead.step)
+            return SampleRequest(
+                self.shards, self._layout, ahead, chance, self._sampler, beta, self._slack, here, place, budget
             )
-            return SampleRequest(self.shards, self._layout, ahead, chance, self._slack, here, place)
         except BaseException:
             self.end(ahead)
             raise
 
-    def take(
-        self,
-        ordered: SampleRequest,
-        beta: Schedule | None,
-        wait: Wait,
-        finish: bool = True,
-        budget: Mapping[str, int] | None = None,
-    ) -> ReplayBatch | None:
+    def take(self, ordered: SampleRequest, wait: Wait, finish: bool = True) -> ReplayBatch | None:
         """Returns the batch that was ordered; None if there was no item to draw.
 
-        `beta` is the exponent of the weights, where it is not the sampler's. Unless `finish` is True the owner of the
-        batch's memory computes the rest of it. With a budget the draw is of the items within it.
+        Unless `finish` is True the owner of the batch's memory computes the rest of it.
         """
         batch = None
         try:
-            batch = ordered.finish(self._sampler, self.exponent(beta), wait, budget)
-            if budget and batch is not None:
+            batch = ordered.finish(wait)
+            if batch is not None and batch.batch_size != ordered.n:  # what is within a budget
                 self.shards.limiter.shorten(ordered.round, batch.batch_size)
         finally:
             ordered.round.drawn = batch is not None
@@ -329,11 +322,6 @@ class SampleRequestStream:
         self._ahead: deque[SampleRequest] = deque()
         self._here: tuple[LocalShard, _C.Prefetcher] | None = None  # the only shard, and what draws from it ahead
         self._ordered = 0  # of that, and not taken
-        self._returned_at, self._is_slow = (
-            math.inf,
-            False,
-        )  # when the last batch was handed out; the learner had it long
-        self._errands, self._until_closed = Errands("torchreplay-batches"), UntilClosed(sampler.shards)
 
     def __iter__(self) -> SampleRequestStream:
         return self
@@ -344,7 +332,6 @@ class SampleRequestStream:
         Raises:
             ReplayTimeout, WouldBlockForever, Stopped: As `sample` does.
         """
-        self._is_slow = time.monotonic() - self._returned_at >= HAND_OVER
         self._sampler.feedback.apply_arrived()
         if self._left is not None and self._left <= 0:
             self.close()
@@ -359,7 +346,6 @@ class SampleRequestStream:
             wait.end()
         if self._left is not None:
             self._left -= 1
-        self._returned_at = time.monotonic()
         return batch
 
     def drawn(self) -> list[dict[str, Any]]:
@@ -379,12 +365,11 @@ class SampleRequestStream:
     @property
     def answered(self) -> int:
         """How many of the next batches are made ahead."""
-        return self.ready + sum(1 for _ in takewhile(lambda ahead: ahead.is_made, self._ahead))
+        return self.ready + sum(1 for _ in takewhile(lambda ahead: ahead.is_answered, self._ahead))
 
     def close(self) -> None:
         """Forgets the rounds under way."""
         self._leave()
-        self._until_closed.over = True
         while self._ahead:
             ahead = self._ahead.pop()
             self._sampler.end(ahead.round)
@@ -448,10 +433,9 @@ class SampleRequestStream:
         self._sampler.shards.calls.fetch(
             call for later in islice(self._ahead, 1, None) for call in later.calls.values()
         )
-        self._offer()
         first = self._ahead[0]
         try:
-            batch = self._sampler.take(first, None, wait, self._finishes, self._spec.budget)
+            batch = self._sampler.take(first, wait, self._finishes)
         finally:
             if self._ahead and self._ahead[0] is first:  # a signal handler may have closed the stream
                 self._ahead.popleft()
@@ -465,33 +449,9 @@ class SampleRequestStream:
             and self._sampler.shards.alone() is None
             and self._sampler.admits(self._batch_size)
         ):
-            self._ahead.append(self._sampler.begin(self._batch_size, wait, self._spec.place()))
+            beta = self._sampler.exponent(None, len(self._ahead))
+            self._ahead.append(self._sampler.begin(self._batch_size, wait, beta, self._spec.place(), self._spec.budget))
         self._sampler.shards.report()
-
-    def _offer(self) -> None:
-        """Has a thread make the later ones, if the learner is slow enough."""
-        if self._until_closed.over:  # it was closed, and is used again
-            self._until_closed = UntilClosed(self._sampler.shards)
-        for at, ahead in enumerate(self._ahead):
-            if at and self._is_slow and not ahead.offered:
-                beta = self._sampler.exponent(None, at)
-                self._errands.add(
-                    partial(ahead.make, self._sampler.config.sampler, beta, self._until_closed, self._spec.budget)
-                )
-                ahead.offered = True
-
-
-class UntilClosed(Wait):
-    """The wait of a thread for batches: it has no deadline, and ends when its stream is closed."""
-
-    def __init__(self, shards: Watched) -> None:
-        super().__init__(shards, None)
-        self.over, self._meanwhile = False, None  # what the learner does while it waits is the learner's
-
-    @property
-    def expired(self) -> bool:
-        """Whether it was closed."""
-        return self.over
 
 
 def rows_of(asked: NDArray[np.int64], found: NDArray[np.int64]) -> NDArray[np.int64]:

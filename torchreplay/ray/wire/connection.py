@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import socket
 import struct
-import threading
 from collections.abc import Callable, Generator
 from socket import TCP_KEEPCNT, TCP_KEEPIDLE, TCP_KEEPINTVL, TCP_NODELAY
 from typing import Any, Final, NamedTuple, TypeVar
 
-HELLO: Final = b"tr-wire/2\n"
+HELLO: Final = b"tr-wire/3\n"
 """What both sides say first: with another version it is another text."""
+
+CONNECT_SECONDS: Final = 2.0
+"""Seconds within which a server must be reached."""
+
+GIVE_UP_SECONDS: Final = 30.0
+"""Seconds after which a connection counts as broken that carries nothing."""
 
 MARK: Final = b"trwr"
 """With which each request and each answer begins."""
@@ -38,17 +43,8 @@ class Address(NamedTuple):
     secret: bytes
 
 
-class Carried:
-    """Counts the bytes that connections carry. Several threads may add at once."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._lock = threading.RLock()  # a signal handler may send, too
-
-    def add(self, nbytes: int) -> None:
-        """Counts some more."""
-        with self._lock:
-            self.nbytes += nbytes
+class LinkBroken(Exception):
+    """The answer was lost with the connection."""
 
 
 def set_up(connection: socket.socket) -> None:
@@ -56,6 +52,26 @@ def set_up(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((TCP_NODELAY, 1), (TCP_KEEPIDLE, 10), (TCP_KEEPINTVL, 5), (TCP_KEEPCNT, 4)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def connect(address: Address) -> socket.socket:
+    """Returns a connection to a server, which has said who it is.
+
+    Raises:
+        OSError: It cannot be reached, or speaks another version.
+    """
+    connection = socket.create_connection((address.host, address.port), CONNECT_SECONDS)
+    try:
+        set_up(connection)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(GIVE_UP_SECONDS * 1000))
+        send(connection, HELLO + address.secret)
+        if whole(receive(connection, bytearray(len(HELLO)), 0)) != HELLO:
+            raise ConnectionError("it speaks another version")
+        connection.settimeout(None)
+        return connection
+    except BaseException:
+        connection.close()
+        raise
 
 
 def receive(connection: socket.socket, room: Any, flags: int = socket.MSG_DONTWAIT) -> Arrival[Any]:

@@ -18,23 +18,15 @@ from typing import Any, ClassVar, Final, TypeVar
 
 from torchreplay.ray.runtime.errands import Errands
 from torchreplay.ray.wire.connection import (
-    HELLO,
     Address,
     Arrival,
-    Carried,
+    LinkBroken,
     Receive,
+    connect,
     receive,
     receive_head,
     send,
-    set_up,
-    whole,
 )
-
-CONNECT_SECONDS: Final = 2.0
-"""Seconds within which a server must be reached."""
-
-GIVE_UP_SECONDS: Final = 30.0
-"""Seconds after which a connection counts as broken that carries nothing."""
 
 LOOK_SECONDS: Final = 0.02
 """Seconds after which who waits looks whether another reads, or a signal handler has read what it waits for."""
@@ -42,10 +34,6 @@ LOOK_SECONDS: Final = 0.02
 T = TypeVar("T")
 Read = Callable[[list[Any], Receive], Arrival[Any]]
 """Makes an answer of what it begins with, and of what else it fills."""
-
-
-class LinkBroken(Exception):
-    """The answer was lost with the connection."""
 
 
 class Reply(Future[T]):
@@ -84,7 +72,6 @@ class Link:
 
     Args:
         address: Of the server.
-        carried: Counts the bytes of requests and of answers. None: nobody asks.
 
     Raises:
         OSError: It cannot be reached.
@@ -93,19 +80,9 @@ class Link:
     head: ClassVar[struct.Struct]
     """How each answer begins: with the mark."""
 
-    def __init__(self, address: Address, carried: Carried | None = None) -> None:
-        self._pid, self._carried = os.getpid(), carried or Carried()
-        self._connection = socket.create_connection((address.host, address.port), CONNECT_SECONDS)
-        try:
-            set_up(self._connection)
-            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(GIVE_UP_SECONDS * 1000))
-            send(self._connection, HELLO + address.secret)
-            if whole(receive(self._connection, bytearray(len(HELLO)), 0)) != HELLO:
-                raise ConnectionError("it speaks another version")
-            self._connection.settimeout(None)
-        except BaseException:
-            self._connection.close()
-            raise
+    def __init__(self, address: Address) -> None:
+        self._pid = os.getpid()
+        self._connection = connect(address)
         self._broken: Exception | None = None
         self._waiting: deque[tuple[Reply[Any], Read]] = deque()
         self._lock, self._reading = threading.RLock(), threading.RLock()  # of sending, and of reading
@@ -146,7 +123,6 @@ class Link:
             try:
                 self._sender = threading.get_ident()
                 self._waiting.append((answer, read))
-                self._carried.add(sum(memoryview(part).nbytes for part in parts))  # before there can be an answer
                 send(self._connection, *parts)
             except OSError as error:
                 self._fail(LinkBroken(str(error)))
@@ -213,16 +189,12 @@ class Link:
 
     def _receive_answers(self) -> Generator[None]:
         while True:
-            values = yield from receive_head(self._receive, self.head)
-            answer = yield from self._waiting[0][1](values, self._receive)
+            fill = partial(receive, self._connection)
+            values = yield from receive_head(fill, self.head)
+            answer = yield from self._waiting[0][1](values, fill)
             self._waiting.popleft()[0].settle(answer)
             self._tell()
             yield
-
-    def _receive(self, room: Any) -> Arrival[Any]:
-        yield from receive(self._connection, room)
-        self._carried.add(memoryview(room).nbytes)
-        return room
 
     def _fail(self, error: Exception) -> None:
         with suppress(OSError):  # first: who sends holds the lock, perhaps for as long as nobody reads

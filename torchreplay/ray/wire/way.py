@@ -7,11 +7,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from torchreplay.ray.runtime.session import import_ray, logger
-from torchreplay.ray.wire.connection import Carried
-from torchreplay.ray.wire.link import Link
+from torchreplay.ray.wire.connection import Address
 
 LOCATE_SECONDS: Final = 0.2
 """Seconds for which an address is waited for; after that its actor is called through Ray until it has come."""
@@ -22,22 +21,36 @@ AGAIN_SECONDS: Final = 10.0
 BROKEN_SECONDS: Final = 1.0
 """Seconds after which a connection that broke is made anew."""
 
-L = TypeVar("L", bound=Link)
+
+class Connection(Protocol):
+    """What a way makes."""
+
+    @property
+    def broken(self) -> Exception | None:
+        """Why nothing comes through any more; None while it does."""
+
+    @property
+    def halfway(self) -> bool:
+        """Whether the calling thread sends or reads: a signal handler has interrupted it, and does neither."""
+
+    def close(self) -> None:
+        """Ends it."""
+
+
+L = TypeVar("L", bound=Connection)
 
 
 class Way(Generic[L]):
     """The way to one server: a connection, made when it is needed, and anew when it broke.
 
     Args:
-        kind: Of the connection.
+        connect: Makes a connection; OSError: none can be made.
         called: What the warning calls the server that says that none can be made.
         locate: Calls its actor through Ray for its address.
-        carried: See `Link`.
     """
 
-    def __init__(self, kind: type[L], called: str, locate: Callable[[], Any], carried: Carried | None = None) -> None:
-        self._ray, self._kind, self._called, self._locate = import_ray(), kind, called, locate
-        self._carried = carried or Carried()
+    def __init__(self, connect: Callable[[Address], L], called: str, locate: Callable[[], Any]) -> None:
+        self._ray, self._connect, self._called, self._locate = import_ray(), connect, called, locate
         self._link: L | None = None
         self._end: Callable[[], object] = bool  # ends the connection, also when this object is gone
         self._located: Any = None  # the call for an address that is under way
@@ -62,7 +75,7 @@ class Way(Generic[L]):
                 if not self._ray.wait([call], timeout=patience)[0]:
                     self._located = call
                     return None
-                link = self._link = self._kind(self._ray.get(call), self._carried)
+                link = self._link = self._connect(self._ray.get(call))
                 self._end = end = weakref.finalize(self, link.close)
                 end.atexit, self._reached = False, True
                 return link

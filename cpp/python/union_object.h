@@ -1,0 +1,154 @@
+// `_C.UnionDraw`: one batch of several buffers that are drawn from as if they were one.
+#pragma once
+
+#include <deque>
+
+#include "client/union_round.h"
+#include "python/array_view.h"
+#include "python/reply_object.h"
+#include "write/participants.h"
+
+namespace torchreplay::py {
+
+struct UnionDrawObject {
+  // A thread that a forked child has not got may have been at it.
+  ~UnionDrawObject() {
+    if (generation == fork_generation.load(std::memory_order_relaxed))
+      round->abandon();
+    else
+      new std::shared_ptr<UnionRound>(round);
+  }
+
+  std::deque<ArrayView> tensors;  // of the batch
+  std::shared_ptr<UnionRound> round;
+  uint64_t generation = fork_generation.load(std::memory_order_relaxed);
+};
+
+namespace union_draw {
+
+inline UnionWeights weights_named(const std::string& name) {
+  if (name == "equal") return UnionWeights::kEqual;
+  if (name == "buffer") return UnionWeights::kBuffer;
+  if (name == "batch") return UnionWeights::kBatch;
+  if (name == "none") return UnionWeights::kNone;
+  throw std::invalid_argument("weights are divided by nothing that is called '" + name + "'");
+}
+
+// UnionDraw(n, beta, weights, seed, stream, step, tensors). `weights`: "equal" for 1 each, else how the sampler divides
+// them. `tensors`: of a batch of n, contiguous, on the CPU; key, weight and probability are the last ones.
+inline int init(PyObject* self, PyObject* args, PyObject*) {
+  return as_status(guarded([&] {
+    int n;
+    double beta;
+    const char* weights;
+    unsigned long long seed, stream, step;
+    PyObject* list;
+    if (!PyArg_ParseTuple(args, "idsKKKO!", &n, &beta, &weights, &seed, &stream, &step, &PyList_Type, &list))
+      throw PythonError{};
+    auto state = std::make_unique<UnionDrawObject>();
+    state->round = std::make_shared<UnionRound>(UnionDraw(n, beta, weights_named(weights), seed, stream, step));
+    std::vector<UnionDraw::Output> batch;
+    const Py_ssize_t count = PyList_Size(list);
+    if (count < 3 || n < 1) throw std::invalid_argument("a batch has items, keys, weights and probabilities");
+    for (Py_ssize_t i = 0; i < count; i++) {
+      ArrayView& view = state->tensors.emplace_back();
+      if (!view.open(PyList_GetItem(list, i))) throw std::invalid_argument("the batch has " + view.problem);
+      const StridedArray& a = view.array;
+      if (a.dims < 1 || a.shape[0] != n || !is_dense(a, 0))
+        throw std::invalid_argument("a tensor of the batch is not contiguous, or has not one value for each item");
+      uint64_t bytes = static_cast<uint64_t>(item_size(a.element));
+      for (int d = 1; d < a.dims; d++) bytes *= static_cast<uint64_t>(a.shape[d]);
+      batch.push_back({const_cast<char*>(a.data), bytes});
+    }
+    const auto k = static_cast<size_t>(count) - 3;
+    if (batch[k].item_bytes != 8 || batch[k + 1].item_bytes != 4 || batch[k + 2].item_bytes != 4)
+      throw std::invalid_argument("the last tensors of the batch are not key, weight and probability");
+    state->round->set_batch(std::move(batch));
+    install(self, state.release());
+    return Py_NewRef(Py_None);
+  }));
+}
+
+// Of ((total, drawable, smallest, ...), items, block or None, what to add to keys). The block is a uint8 tensor, which
+// the caller keeps.
+inline Candidates candidates_of(PyObject* part, std::deque<ArrayView>& views, const UnionRound& round) {
+  PyObject *tree, *block;
+  long long given, add;
+  if (!PyArg_ParseTuple(part, "O!LOL", &PyTuple_Type, &tree, &given, &block, &add)) throw PythonError{};
+  if (PyTuple_Size(tree) < 3) throw std::invalid_argument("a tree has a total, a count and a smallest leaf");
+  Candidates made;
+  made.tree.total = as_double(PyTuple_GetItem(tree, 0));
+  made.tree.drawable = as_int(PyTuple_GetItem(tree, 1));
+  made.tree.smallest = as_double(PyTuple_GetItem(tree, 2));
+  made.given = given;
+  made.add_to_keys = add;
+  if (block == Py_None) return made;
+  ArrayView& view = views.emplace_back();
+  if (!view.open(block)) throw std::invalid_argument("a block is " + view.problem);
+  const StridedArray& a = view.array;
+  if (given < 0 || a.element != Element::kU8 || a.dims != 1 || !is_dense(a, 0) ||
+      static_cast<uint64_t>(a.shape[0]) < round.block_bytes(given))
+    throw std::invalid_argument("a block has not the items that it is said to have");
+  made.block = a.data;
+  return made;
+}
+
+// expect(replies, here): what brings the items; `here`: what was drawn into the first rows of the batch, as
+// candidates_of() says, or None.
+inline PyObject* expect(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
+  return method<UnionDrawObject>(self, [&](UnionDrawObject& s) {
+    expect_args("expect", nargs, 2);
+    std::vector<std::shared_ptr<Reply>> replies;
+    const Py_ssize_t count = PyList_Size(args[0]);
+    if (count < 0) throw PythonError{};
+    for (Py_ssize_t i = 0; i < count; i++)
+      replies.push_back(state_of<ReplyObject>(PyList_GetItem(args[0], i)).reply);
+    std::optional<Candidates> here;
+    std::deque<ArrayView> views;
+    if (args[1] != Py_None) here = candidates_of(args[1], views, *s.round);
+    const Unlocked others;
+    s.round->expect(here, std::move(replies));
+  });
+}
+
+// make(parts) -> whether the candidates suffice, and the batch is made of them; each as candidates_of() says, all with
+// a total above 0. Those that are in the batch already come first.
+inline PyObject* make(PyObject* self, PyObject* list) {
+  return method<UnionDrawObject>(self, [&](UnionDrawObject& s) {
+    std::vector<Candidates> parts;
+    std::deque<ArrayView> views;
+    const Py_ssize_t count = PyList_Size(list);
+    if (count < 0) throw PythonError{};
+    if (count == 0) return false;
+    for (Py_ssize_t i = 0; i < count; i++)
+      parts.push_back(candidates_of(PyList_GetItem(list, i), views, *s.round));
+    const Unlocked others;
+    return s.round->make(parts);
+  });
+}
+
+inline PyObject* drawn_from(UnionDrawObject& s) {
+  const DrawnFrom& from = s.round->drawn_from();
+  return checked(Py_BuildValue("dLdd", from.total, static_cast<long long>(from.drawable), from.smallest, from.beta));
+}
+
+inline PyMethodDef methods[] = {
+    {"expect", fast(expect), METH_FASTCALL, nullptr},
+    {"make", make, METH_O, nullptr},
+    {"abandon", plain_method<UnionDrawObject, [](UnionDrawObject& s) { s.round->abandon(); }>, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+inline PyGetSetDef getset[] = {
+    {"is_made", attribute<UnionDrawObject, [](UnionDrawObject& s) { return s.round->is_made(); }>, nullptr, nullptr,
+     nullptr},
+    {"drawn_from", attribute<UnionDrawObject, [](UnionDrawObject& s) { return drawn_from(s); }>, nullptr, nullptr,
+     nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
+                              {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<UnionDrawObject>)},
+                              {Py_tp_methods, methods},
+                              {Py_tp_getset, getset},
+                              {0, nullptr}};
+inline PyType_Spec spec = type_spec<UnionDrawObject>("torchreplay._C.UnionDraw", slots);
+
+}  // namespace union_draw
+}  // namespace torchreplay::py
