@@ -7,11 +7,11 @@
 #include "python/faults.h"
 #include "python/import_object.h"
 #include "python/limiter_calls.h"
-#include "python/link_object.h"
 #include "python/prefetcher_object.h"
 #include "python/reader_object.h"
 #include "python/regions.h"
 #include "python/segment_object.h"
+#include "python/union_shards_object.h"
 #include "python/weights_object.h"
 #include "system/checksum.h"
 
@@ -220,8 +220,9 @@ PyObject* make_module() {
     Ref m(checked(PyModule_Create(&module)));
     for (PyType_Spec* spec :
          {&segment::spec, &importing::spec, &prefetcher::spec, &writer::spec, &weights::spec, &reader::spec,
-          &wire::exchange_spec, &wire::link_spec, &wire::reply_spec, &union_draw::spec}) {
+          &wire::exchange_spec, &wire::link_spec, &wire::reply_spec, &union_draw::spec, &union_shards::spec}) {
       Ref type(checked(PyType_FromSpec(spec)));
+      if (spec == &union_draw::spec) union_draw::type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type.get()));
       if (spec == &wire::reply_spec) wire::reply_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type.get()));
       if (PyModule_AddType(m.get(), reinterpret_cast<PyTypeObject*>(type.get()))) throw PythonError{};
     }

@@ -341,7 +341,7 @@ class UnionDraw:
         self,
         n: int,
         beta: float,
-        weights: Literal["equal", "buffer", "batch", "none"],
+        weights: str,
         seed: int,
         stream: int,
         step: int,
@@ -350,7 +350,39 @@ class UnionDraw:
     ) -> None: ...
     def expect(self, replies: list[Reply], here: Candidates | None, /) -> None: ...
     def make(self, parts: Sequence[Candidates], /) -> bool: ...
+    def wait(self, ns: int, /) -> bool: ...
     def abandon(self) -> None: ...
+
+class UnionShards:
+    drawable: int
+    largest: float
+    def __init__(
+        self,
+        exchange: Exchange,
+        shards: list[tuple[int, Link | None]],
+        segment: Segment | None,
+        places: tuple[int, int, int],
+        largest: float,
+        /,
+    ) -> None: ...
+    def draw(
+        self,
+        n: int,
+        beta: float,
+        weights: str,
+        seed: int,
+        stream: int,
+        step: int,
+        slack: float,
+        batch: ReplayBatch | None,
+        tensors: list[Tensor] | None,
+        /,
+    ) -> tuple[UnionDraw, ReplayBatch]: ...
+    def take_in(self, draw: UnionDraw, /) -> tuple[bool, bool]: ...
+    def reports(self, draw: UnionDraw, /) -> list[tuple[int, bytes]]: ...
+    def replies(self, draw: UnionDraw, /) -> list[tuple[int, Reply]]: ...
+    def feed_back(self, keys: Any, td: Any, /) -> list[tuple[int, int, Reply]] | None: ...
+    def is_whole(self) -> bool: ...
 
 class Writer:
     _policy_version: int

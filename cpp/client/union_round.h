@@ -22,6 +22,16 @@ struct DrawnThere {
   int64_t given;
 };
 
+inline DrawnThere read_drawn(const char* head) {
+  DrawnThere there;
+  std::memcpy(&there, head, sizeof there);
+  return there;
+}
+inline DrawnFrom drawn_there(const char* head) {
+  const DrawnThere there = read_drawn(head);
+  return {there.total, there.smallest, there.drawable, 0};
+}
+
 class UnionRound : public Awaiting {
  public:
   explicit UnionRound(UnionDraw draw) : draw_(std::move(draw)) {}
@@ -31,7 +41,7 @@ class UnionRound : public Awaiting {
   // Bytes of the body of an answer with so many items.
   uint64_t block_bytes(int64_t n) const { return UnionDraw::block_bytes(batch_, n); }
 
-  // Called once, with what was drawn here, if anything was, and all replies that bring the rest.
+  // Called once, with what was drawn here, if anything was, and all replies that bring the rest; nullptr for none.
   void expect(std::optional<Candidates> here, std::vector<std::shared_ptr<Reply>> replies) {
     {
       const std::lock_guard guard(mutex_);
@@ -47,6 +57,10 @@ class UnionRound : public Awaiting {
     abandoned_ = true;
     replies_.clear();
   }
+
+  // Once all replies are there.
+  const std::vector<std::shared_ptr<Reply>>& replies() const { return replies_; }
+  DrawnFrom drawn_here() const { return here_ ? here_->tree : DrawnFrom{}; }
 
   // Whether the batch is made. Otherwise an answer is lost, or says more, or has too few items, or there are none.
   bool is_made() {
@@ -72,18 +86,19 @@ class UnionRound : public Awaiting {
       std::vector<Candidates> parts;
       if (here_) add(parts, *here_);
       for (const auto& reply : replies_) {
+        if (!reply) continue;
         if (!reply->lost.empty() || !reply->text.empty()) return;
-        DrawnThere there;
-        std::memcpy(&there, reply->head.data(), sizeof there);
-        if (there.given < 0 || reply->body.bytes() != (there.given ? block_bytes(there.given) : 0)) return;
-        add(parts, {{there.total, there.smallest, there.drawable, 0}, there.given, reply->body.data()});
+        const int64_t given = read_drawn(reply->head.data()).given;
+        if (given < 0 || reply->body.bytes() != (given ? block_bytes(given) : 0)) return;
+        add(parts, {drawn_there(reply->head.data()), given, reply->body.data()});
       }
       if (parts.empty() || !draw_.suffices(parts)) return;
       draw_.make(parts, batch_);
       made_ = true;
+      for (const auto& reply : replies_)
+        if (reply) reply->body = {};
     } catch (...) {  // there is no memory: whoever makes it says so
     }
-    replies_.clear();
   }
 
   static void add(std::vector<Candidates>& parts, const Candidates& part) {

@@ -54,8 +54,7 @@ inline PyObject* ask(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
     if (args[1] != Py_None) awaiting = state_of<UnionDrawObject>(args[1]).round;
     const auto reply = std::make_shared<Reply>(as_uint(args[0]), std::move(awaiting));
     std::string request = joined(args + 2, nargs - 2);
-    Ref object(checked(PyType_GenericAlloc(reply_type, 0)));
-    install(object.get(), new ReplyObject{s.exchange, reply});
+    Ref object(make_reply(s.exchange, reply));
     const std::shared_ptr<Exchange> exchange = s.exchange;
     const std::shared_ptr<Link> link = s.link;
     require_here(exchange);

@@ -32,6 +32,12 @@ namespace wire {
 
 inline PyTypeObject* reply_type = nullptr;
 
+inline PyObject* make_reply(std::shared_ptr<Exchange> exchange, std::shared_ptr<Reply> reply) {
+  Ref object(checked(PyType_GenericAlloc(reply_type, 0)));
+  install(object.get(), new ReplyObject{std::move(exchange), std::move(reply)});
+  return object.release();
+}
+
 // Exchange()
 inline int init_exchange(PyObject* self, PyObject*, PyObject*) {
   return as_status(guarded([&] {

@@ -20,11 +20,15 @@ struct UnionDrawObject {
   }
 
   std::deque<ArrayView> tensors;  // of the batch
+  Ref batch;
   std::shared_ptr<UnionRound> round;
+  std::shared_ptr<Exchange> exchange;  // of its replies
   uint64_t generation = fork_generation.load(std::memory_order_relaxed);
 };
 
 namespace union_draw {
+
+inline PyTypeObject* type = nullptr;
 
 inline UnionWeights weights_named(const std::string& name) {
   if (name == "equal") return UnionWeights::kEqual;
@@ -32,6 +36,27 @@ inline UnionWeights weights_named(const std::string& name) {
   if (name == "batch") return UnionWeights::kBatch;
   if (name == "none") return UnionWeights::kNone;
   throw std::invalid_argument("weights are divided by nothing that is called '" + name + "'");
+}
+
+// The tensors of a batch of `n`, of which key, weight and probability are the last ones.
+inline std::vector<UnionDraw::Output> outputs_of(PyObject* list, int64_t n, std::deque<ArrayView>& views) {
+  std::vector<UnionDraw::Output> batch;
+  const Py_ssize_t count = PyList_Size(list);
+  if (count < 3 || n < 1) throw std::invalid_argument("a batch has items, keys, weights and probabilities");
+  for (Py_ssize_t i = 0; i < count; i++) {
+    ArrayView& view = views.emplace_back();
+    if (!view.open(PyList_GetItem(list, i))) throw std::invalid_argument("the batch has " + view.problem);
+    const StridedArray& a = view.array;
+    if (a.dims < 1 || a.shape[0] != n || !is_dense(a, 0))
+      throw std::invalid_argument("a tensor of the batch is not contiguous, or has not one value for each item");
+    uint64_t bytes = static_cast<uint64_t>(item_size(a.element));
+    for (int d = 1; d < a.dims; d++) bytes *= static_cast<uint64_t>(a.shape[d]);
+    batch.push_back({const_cast<char*>(a.data), bytes});
+  }
+  const auto k = static_cast<size_t>(count) - 3;
+  if (batch[k].item_bytes != 8 || batch[k + 1].item_bytes != 4 || batch[k + 2].item_bytes != 4)
+    throw std::invalid_argument("the last tensors of the batch are not key, weight and probability");
+  return batch;
 }
 
 // UnionDraw(n, beta, weights, seed, stream, step, tensors). `weights`: "equal" for 1 each, else how the sampler divides
@@ -47,23 +72,7 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
       throw PythonError{};
     auto state = std::make_unique<UnionDrawObject>();
     state->round = std::make_shared<UnionRound>(UnionDraw(n, beta, weights_named(weights), seed, stream, step));
-    std::vector<UnionDraw::Output> batch;
-    const Py_ssize_t count = PyList_Size(list);
-    if (count < 3 || n < 1) throw std::invalid_argument("a batch has items, keys, weights and probabilities");
-    for (Py_ssize_t i = 0; i < count; i++) {
-      ArrayView& view = state->tensors.emplace_back();
-      if (!view.open(PyList_GetItem(list, i))) throw std::invalid_argument("the batch has " + view.problem);
-      const StridedArray& a = view.array;
-      if (a.dims < 1 || a.shape[0] != n || !is_dense(a, 0))
-        throw std::invalid_argument("a tensor of the batch is not contiguous, or has not one value for each item");
-      uint64_t bytes = static_cast<uint64_t>(item_size(a.element));
-      for (int d = 1; d < a.dims; d++) bytes *= static_cast<uint64_t>(a.shape[d]);
-      batch.push_back({const_cast<char*>(a.data), bytes});
-    }
-    const auto k = static_cast<size_t>(count) - 3;
-    if (batch[k].item_bytes != 8 || batch[k + 1].item_bytes != 4 || batch[k + 2].item_bytes != 4)
-      throw std::invalid_argument("the last tensors of the batch are not key, weight and probability");
-    state->round->set_batch(std::move(batch));
+    state->round->set_batch(outputs_of(list, n, state->tensors));
     install(self, state.release());
     return Py_NewRef(Py_None);
   }));
@@ -127,6 +136,24 @@ inline PyObject* make(PyObject* self, PyObject* list) {
   });
 }
 
+// wait(ns) -> whether all replies are there, after that time at most. A signal ends the wait, too.
+inline PyObject* wait(PyObject* self, PyObject* ns) {
+  return method<UnionDrawObject>(self, [&](UnionDrawObject& s) {
+    const int64_t until = monotonic_ns() + as_int(ns);
+    const std::vector<std::shared_ptr<Reply>> replies = s.round->replies();  // others may give it up meanwhile
+    const std::shared_ptr<Exchange> exchange = s.exchange;
+    if (exchange) require_here(exchange);
+    bool there = true;
+    {
+      const Unlocked others;
+      for (const auto& reply : replies)
+        there = there && (!reply || exchange->wait(*reply, std::max<int64_t>(0, until - monotonic_ns())));
+    }
+    if (!there && PyErr_CheckSignals()) throw PythonError{};
+    return there;
+  });
+}
+
 inline PyObject* drawn_from(UnionDrawObject& s) {
   const DrawnFrom& from = s.round->drawn_from();
   return checked(Py_BuildValue("dLdd", from.total, static_cast<long long>(from.drawable), from.smallest, from.beta));
@@ -135,6 +162,7 @@ inline PyObject* drawn_from(UnionDrawObject& s) {
 inline PyMethodDef methods[] = {
     {"expect", fast(expect), METH_FASTCALL, nullptr},
     {"make", make, METH_O, nullptr},
+    {"wait", wait, METH_O, nullptr},
     {"abandon", plain_method<UnionDrawObject, [](UnionDrawObject& s) { s.round->abandon(); }>, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 inline PyGetSetDef getset[] = {

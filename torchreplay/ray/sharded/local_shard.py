@@ -99,6 +99,11 @@ class LocalShard:
         self._candidates, self._base = ShardSampler(self.buffer, number), pack(number)
 
     @property
+    def segment(self) -> _C.Segment:
+        """The memory, for the native core."""
+        return self._segment
+
+    @property
     def alive(self) -> bool:
         """Whether the shard's actor is there."""
         return self._segment.census(False)["owners"] > 0

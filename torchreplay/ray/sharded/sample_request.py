@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,23 +72,42 @@ class SampleRequest:
         self.round, self.n, self.asked_again = round, (n := round.n), False
         self._shards, self._layout, self._chance, self._sampler = shards, layout, chance, sampler
         self._beta, self._budget = beta, budget
+        self._here, self._slack = here, slack
+        self.calls: dict[int, Any] = {}  # of shards that were asked each by itself, by number
         self._batch = place
         self._draw: _C.UnionDraw | None = None  # makes it
+        self._union = shards.union(layout)
+        if self._union is None:
+            self._order()
+            return
+        name = self._weights, *chance, slack
+        if place is None and not here:
+            self._batch = layout.new_batch(n)
+        tensors = None if here or self._batch is None else layout.tensors(self._batch)
+        self._draw, self._batch = self._union.draw(n, beta, *name, self._batch, tensors)
+        shards.rounds += 1
+
+    def _order(self) -> None:
+        """Asks each shard by itself."""
+        shards, layout, n, place, here = self._shards, self._layout, self.n, self._batch, self._here
         numbers = sorted(shards.table.entries)
         # Of one shard of another node the items are the batch: it is made over their memory.
         if not layout.is_ragged and (here or place is not None or len(numbers) > 1):
             self._draw = self._begin(layout.new_batch(n) if place is None else place)
         self._room = self._batch if here and not layout.is_ragged else None
         known = [shards.figures[k].drawn.total if k in shards.figures else 0.0 for k in numbers]
-        asked = candidates(known, n, slack)
-        # What the answers will be got by, by number.
+        asked = candidates(known, n, self._slack)
         self.calls = shards.order(dict(zip(numbers, asked, strict=True)), layout, self._room, self._draw)
         self._expect()
 
     def _begin(self, batch: ReplayBatch) -> _C.UnionDraw:
-        weights = self._sampler.weights if isinstance(self._sampler, Prioritized) else "equal"
         self._batch = batch
-        return _C.UnionDraw(self.n, self._beta, weights, *self._chance, self._layout.tensors(batch))
+        return _C.UnionDraw(self.n, self._beta, self._weights, *self._chance, self._layout.tensors(batch))
+
+    @property
+    def _weights(self) -> str:
+        """By what the native core divides weights."""
+        return self._sampler.weights if isinstance(self._sampler, Prioritized) else "equal"
 
     def _expect(self) -> None:
         """Has the batch be made of the answers as soon as they are there, where all come over connections."""
@@ -107,6 +126,8 @@ class SampleRequest:
     @property
     def is_answered(self) -> bool:
         """Whether all answers have come."""
+        if self._union is not None and self._draw is not None:
+            return self._draw.wait(0)
         return self._shards.calls.are_there(self.calls.values())
 
     def give_up(self) -> None:
@@ -119,6 +140,14 @@ class SampleRequest:
 
         Raises as `ShardClient.hear` does.
         """
+        if self._union is not None and self._draw is not None:
+            if self._is_made_of_all(self._union, self._draw, wait):
+                self.drawn_from = TreeSummary(*self._draw.drawn_from)
+                return self._batch
+            self._union, self.asked_again = None, True
+            self._draw.abandon()
+            self._draw = None
+            self._order()
         answers = self._shards.hear(self.calls, wait)
         if self._draw is None or not self._draw.is_made:
             answers = self._complete(answers, wait)
@@ -131,6 +160,13 @@ class SampleRequest:
         assert self._draw is not None
         self.drawn_from = TreeSummary(*self._draw.drawn_from)
         return self._batch
+
+    def _is_made_of_all(self, union: _C.UnionShards, draw: _C.UnionDraw, wait: Wait) -> bool:
+        """Waits until all shards have sent what they were asked for at once, and returns whether that is the batch."""
+        if not draw.wait(wait.slice_ns()):
+            replies = {number: ShardReply(reply, None) for number, reply in union.replies(draw)}
+            self._shards.calls.collect(replies, wait)  # which looks around, and says who is silent
+        return self._shards.take_in_union(union, draw) and draw.is_made
 
     def _parts(self, answers: Answers) -> list[Answer]:
         """Returns the answers with items, of which that of the shard that drew into the batch comes first."""

@@ -27,7 +27,7 @@ from torchreplay.ray.sharded.remote_shard import RemoteAttachment
 from torchreplay.ray.sharded.reply_collector import ReplyCollector
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport
 from torchreplay.ray.sharded.shard_table import LostShard, ShardEntry, ShardTable
-from torchreplay.ray.sharded.shard_wire import ShardLink
+from torchreplay.ray.sharded.shard_wire import PLACES, ShardLink, read_report
 from torchreplay.ray.wire.way import Way
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.limiters import Limiter, MinSize
@@ -76,13 +76,23 @@ class ShardClient:
         self.connections = _C.Exchange()  # what sends and receives on them
         self.rounds = 0  # in which shards of other nodes were asked for candidates, all at once
         self.node = ray_node()  # Ray's id of the node that this process is on
-        # What each shard said last, by number; an older answer changes nothing. Never changed: there is another mapping
-        # when one says more.
-        self.figures: dict[int, ShardReport] = {}
+        self._figures: dict[int, ShardReport] = {}
+        # What they have said since to the native core, not looked into yet, and how it reaches all of them.
+        self._said: dict[int, bytes] = {}
+        self._union: tuple[ShardTable, LocalShard | None, _C.UnionShards] | None = None
         # What was where when the coordinator said so last; at first nothing, until it has answered.
         self.table = ShardTable({}, Rule(MinSize()))
         self.table = self.coordinator.table()
         self.closed = False  # whether the `ShardedReplay` that this belongs to is closed
+
+    @property
+    def figures(self) -> Mapping[int, ShardReport]:
+        """What each shard said last, by number; an older answer changes nothing. It is never changed."""
+        if self._said:
+            with self._lock:
+                said, self._said = self._said, {}
+                self._note({number: (read_report(head), None) for number, head in said.items()})
+        return self._figures
 
     @property
     def limiter(self) -> LearnerLimiter:
@@ -223,7 +233,7 @@ class ShardClient:
         inserted = {numbers[number]: figures.stats.inserted for number, (figures, _) in told.items()}
         self._adopt(self.coordinator.table("restored", manifest, numbers, born, inserted))
         with self._lock:
-            self.figures = {}  # a number may be that of another node's shard now
+            self._figures, self._said = {}, {}  # a number may be that of another node's shard now
         self.exchange()
 
     def release(self) -> None:
@@ -303,6 +313,55 @@ class ShardClient:
         if layout is not None and local is not None and local.number in candidates:  # while the others are asked
             calls[local.number] = local.draw(candidates[local.number], largest, layout, room)
         return calls
+
+    @property
+    def union_now(self) -> _C.UnionShards | None:
+        """What `union` has returned, if the shards are still the same."""
+        if self._union is None:
+            return None
+        self.coordinator.require_own_process()
+        known, here, union = self._union
+        return union if known is self.table and here is self.local.shard and union.is_whole() else None
+
+    def union(self, layout: Layout) -> _C.UnionShards | None:
+        """Returns all shards as the native core reaches them; None where it does not, or not in one go.
+
+        Then `order` does: where Ray has to be asked, where items have values of any length, or where the only shard is
+        on another node, whose items are the batch as they come.
+        """
+        self.coordinator.require_own_process()
+        table, here = self.table, self.local.shard
+        if self._union is not None:
+            known, shard, union = self._union
+            if known is table and shard is here and union.is_whole():
+                return union
+            self._union = None
+        if layout.is_ragged or (here is None and len(table.entries) < 2):
+            return None
+        shards: list[tuple[int, _C.Link | None]] = []
+        with self._lock:
+            for number, entry in sorted(table.entries.items()):
+                link = None if here is not None and number == here.number else self._link_to(entry)
+                if link is None and (here is None or number != here.number):
+                    return None
+                shards.append((number, None if link is None else link.native))
+        segment = None if here is None else here.segment
+        union = _C.UnionShards(self.connections, shards, segment, PLACES, self.limiter.largest)
+        self._union = table, here, union
+        return union
+
+    def take_in_union(self, union: _C.UnionShards, draw: _C.UnionDraw) -> bool:
+        """Takes in what shards have said with their items; returns whether that was all.
+
+        Raises:
+            Stopped: The buffer was stopped.
+        """
+        plain, stopped = union.take_in(draw)
+        with self._lock:
+            self._said.update(union.reports(draw))
+        if stopped or self.table.stopped or self.local.stopped:
+            raise Stopped(f"{self.called} was stopped")
+        return plain
 
     def gather(self, keys: Mapping[int, NDArray[np.int64]], layout: Layout) -> Answers:
         """Returns what all shards have to say of themselves, and the items that they find; those lost are left out.
@@ -424,9 +483,9 @@ class ShardClient:
     def _note(self, answers: Answers) -> Answers:
         told, limiter = {number: figures for number, (figures, _) in answers.items()}, self.limiter
         with self._lock:
-            known = self.figures  # another thread may have heard a later answer meanwhile
+            known = self._figures  # another thread may have heard a later answer meanwhile
             later = {n: said for n, said in told.items() if n not in known or not said.is_older_than(known[n])}
-            self.figures = known | later
+            self._figures = known | later
             limiter.count(told)
         return answers
 
@@ -452,7 +511,7 @@ class ShardClient:
                 logger.error("with shard %d %d rows are lost, not %d", lost.number, rows, lost.rows)
                 self.coordinator.tell("lost", lost.number, rows, inserted, "")
         self.table = table
-        self.figures = {number: figures for number, figures in self.figures.items() if number in table.entries}
+        self._figures = {number: figures for number, figures in self.figures.items() if number in table.entries}
         self._keep_ways(table.entries.values())
         if self.local.shard is not None:
             entry = table.entries.get(self.local.shard.number)

@@ -15,6 +15,7 @@ from torchreplay.cuda.copies import to_host
 from torchreplay.loading.mixture import checked_errors
 from torchreplay.ray.sharded.global_distribution import as_keys, unpack
 from torchreplay.ray.sharded.shard_client import ShardClient
+from torchreplay.ray.sharded.shard_wire import ShardReply
 from torchreplay.schema.batch import ReplayBatch, keys_of
 
 IN_FLIGHT: Final = 32
@@ -34,6 +35,8 @@ class ShardFeedback:
     def send(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
         """Does what `ShardedReplay.update_priorities` does."""
         if self._feed_back_here(batch_or_keys, td):
+            return
+        if self._feed_back_at_once(batch_or_keys, td):
             return
         keys = self.checked_keys(batch_or_keys)
         if isinstance(td, torch.Tensor) and td.is_cuda:
@@ -58,6 +61,19 @@ class ShardFeedback:
             self.hear(0)
         keys = keys_of(batch_or_keys, self._nonce) if isinstance(batch_or_keys, dict) else batch_or_keys
         return isinstance(keys, torch.Tensor) and here.feed_back(keys, td)
+
+    def _feed_back_at_once(self, batch_or_keys: ReplayBatch | Any, td: Any) -> bool:
+        """Has the native core feed back to all shards; returns whether it could."""
+        union = self._shards.union_now
+        if union is None or self._deferred.waiting or (isinstance(td, torch.Tensor) and td.is_cuda):
+            return False
+        keys = keys_of(batch_or_keys, self._nonce) if isinstance(batch_or_keys, dict) else batch_or_keys
+        sent = union.feed_back(keys, td) if isinstance(keys, torch.Tensor) else None
+        if sent is None:  # whoever looks at each of them says why
+            return False
+        self._calls.extend((number, count, ShardReply(reply, None)) for number, count, reply in sent)
+        self.hear(IN_FLIGHT)
+        return True
 
     def apply_arrived(self) -> None:
         """Sends those TD errors that have come from a device.
@@ -95,6 +111,9 @@ class ShardFeedback:
         """Waits until at most so many calls are unanswered."""
         with self._lock:
             while len(self._calls) > most:
+                if self._calls[0][2].__class__ is ShardReply and self._calls[0][2].is_well:
+                    self._calls.popleft()
+                    continue
                 oldest = number, count, call = self._calls[0]  # there until it is answered, for a handler to wait for
                 try:
                     answers = self._shards.calls.collect({number: call})

@@ -34,6 +34,15 @@ ANSWER: Final = struct.Struct("<4sIQ" + _FIGURES)
 
 _HEAD: Final = struct.Struct("<" + _FIGURES)
 _STATS: Final = tuple(field.name for field in fields(Stats))
+
+
+def _place(name: str) -> int:
+    return struct.calcsize("<dqddq" + "".join(_KINDS[str(field.type)] for field in fields(Stats)[: _STATS.index(name)]))
+
+
+PLACES: Final = _place("rows_written"), _place("priority_max"), _place("stopped")
+"""At which bytes of a head the native core finds these figures."""
+
 _figures: Final = attrgetter(*_STATS)
 _NOTHING: Final = (0,) * (len(_STATS) + 8)
 _ERRORS: Final = {kind.__name__: kind for kind in (MemoryError, OverflowError, RuntimeError, ValueError)}
@@ -80,6 +89,13 @@ def _answer_to_draw(report: ShardReport, block: NDArray[np.uint8] | RaggedItems 
     return [ANSWER.pack(MARK, len(said), nbytes, *figures, report.moment), said, *arrays]
 
 
+def read_report(head: bytes, trouble: str | None = None, barren: str | None = None) -> ShardReport:
+    """Returns what an answer says of its shard, in the head and in words."""
+    total, drawable, smallest, beta, n, *figures, writers, since_departure, moment = _HEAD.unpack(head)
+    stats, drawn = Stats.of(dict(zip(_STATS, figures, strict=True))), TreeSummary(total, drawable, smallest, beta)
+    return ShardReport(stats, drawn, n, writers, since_departure, trouble, barren, moment)
+
+
 class ShardReply:
     """The answer of a shard of another node, to come. A draw's is an `Answer`; feedback's is True, once it is applied.
 
@@ -97,6 +113,11 @@ class ShardReply:
     def done(self) -> bool:
         """Whether it is there."""
         return self.native.is_there
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it is there, and what was fed back is applied."""
+        return self.native.is_there and not self.native.lost and not self.native.text
 
     def result(self, timeout: float | None = None) -> Any:
         """Returns it, or raises what has come instead; TimeoutError: nothing comes in so many seconds."""
@@ -125,11 +146,9 @@ class ShardReply:
         if self._layout is None:
             return True
         trouble, barren, shapes, of = said
-        total, drawable, smallest, beta, n, *figures, writers, since_departure, moment = _HEAD.unpack(self.native.head)
-        stats, drawn = Stats.of(dict(zip(_STATS, figures, strict=True))), TreeSummary(total, drawable, smallest, beta)
-        report = ShardReport(stats, drawn, n, writers, since_departure, trouble, barren, moment)
+        report = read_report(self.native.head, trouble, barren)
         try:
-            return report, _items(self._layout, n, shapes, of, self.native.body())
+            return report, _items(self._layout, report.candidates, shapes, of, self.native.body())
         except (TypeError, ValueError) as error:
             return LinkBroken(f"items have come that nobody has asked for: {error}")
 
@@ -171,6 +190,11 @@ class ShardLink:
     def __init__(self, address: Address, exchange: _C.Exchange) -> None:
         with connect(address) as connection:
             self._link = _C.Link(exchange, connection.fileno(), _HEAD.size)
+
+    @property
+    def native(self) -> _C.Link:
+        """The connection, for the native core."""
+        return self._link
 
     @property
     def broken(self) -> Exception | None:

@@ -1,0 +1,200 @@
+// The shards that are drawn from as if they were one buffer, as a learner reaches them: one here, the others over
+// connections.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "client/learner.h"
+#include "client/union_round.h"
+#include "wire/exchange.h"
+
+namespace torchreplay {
+
+// Above these low bits of a key of the union is the number of its shard.
+inline constexpr int kShardKeyBits = 48;
+
+// With which a request begins: so many candidates are wanted, and the largest raw priority that was seen in any shard.
+// Or, where that is NaN, so many keys and TD errors follow.
+struct ShardRequest {
+  char mark[4];
+  uint32_t items;
+  double largest;
+
+  ShardRequest(uint32_t n, double seen) : items(n), largest(seen) { std::memcpy(mark, kMark, sizeof kMark); }
+  std::string bytes() const { return {reinterpret_cast<const char*>(this), sizeof *this}; }
+};
+static_assert(sizeof(ShardRequest) == 16);
+
+// At which bytes of the head of an answer some of the shard's figures lie: int64, double and bool.
+struct FigurePlaces {
+  size_t rows_written, largest, stopped;
+};
+
+// For one thread at a time: it is guarded as all clients are.
+class UnionShards {
+ public:
+  struct Shard {
+    int64_t number;
+    std::shared_ptr<Link> link;  // nullptr: it is here
+    DrawnFrom tree = {};         // when it was drawn from last
+    uint64_t rows_written = 0;
+  };
+
+  // TD errors on their way to a shard; without a reply they are applied.
+  struct Sent {
+    int64_t number;
+    size_t count;
+    std::shared_ptr<Reply> reply;
+  };
+
+  // `here`: of the shard without a link, where there is one. `largest`: the largest raw priority seen so far.
+  UnionShards(std::shared_ptr<Exchange> exchange, FigurePlaces places, std::vector<Shard> shards,
+              std::shared_ptr<Learner> here, double largest)
+      : exchange_(std::move(exchange)),
+        places_(places),
+        shards_(std::move(shards)),
+        here_(std::move(here)),
+        largest_(largest) {}
+
+  const std::shared_ptr<Exchange>& exchange() const { return exchange_; }
+  const std::vector<Shard>& shards() const { return shards_; }
+  bool has_learner() const { return here_ != nullptr; }
+  double largest() const { return largest_; }
+
+  // Whether all connections are there.
+  bool is_whole() const {
+    return std::ranges::all_of(shards_, [&](const Shard& shard) {
+      return !shard.link || exchange_->broken(shard.link).empty();
+    });
+  }
+
+  // Items that can be drawn, as far as is known.
+  int64_t drawable() const {
+    int64_t count = 0;
+    for (const Shard& shard : shards_) count += shard.tree.drawable;
+    return count;
+  }
+
+  // How many candidates each shard is asked for, for a batch of `n`: what its share may have grown to, by `slack`.
+  std::vector<int64_t> asked(int64_t n, double slack) const {
+    double whole = 0;
+    for (const Shard& shard : shards_) whole += shard.tree.total;
+    std::vector<int64_t> counts(shards_.size(), n);
+    if (shards_.size() == 1 || whole <= 0) return counts;
+    for (size_t i = 0; i < shards_.size(); i++)
+      counts[i] = std::min(
+          n, static_cast<int64_t>(static_cast<double>(n) * (shards_[i].tree.total / whole) * (1 + slack)) + 3);
+    return counts;
+  }
+
+  // Asks all shards for candidates at once. `first`: where those of the shard here go, the first rows of the batch.
+  void order(const std::shared_ptr<UnionRound>& round, const std::vector<int64_t>& counts, const BatchPointers& first,
+             int threads) {
+    std::vector<std::shared_ptr<Reply>> replies(shards_.size());
+    {
+      const Unlocked others;
+      for (size_t i = 0; i < shards_.size(); i++) {
+        if (!shards_[i].link) continue;
+        replies[i] = std::make_shared<Reply>(round->block_bytes(counts[i]), round);
+        exchange_->ask(shards_[i].link, ShardRequest(static_cast<uint32_t>(counts[i]), largest_).bytes(), replies[i]);
+      }
+    }
+    std::optional<Candidates> drawn_here;
+    for (size_t i = 0; i < shards_.size(); i++)
+      if (!shards_[i].link) drawn_here = draw_here(shards_[i], counts[i], first, threads);
+    round->expect(drawn_here, std::move(replies));
+  }
+
+  // Takes in what the shards have said, once all is there. False: one has said more than that, or its answer is lost.
+  bool take_in(const UnionRound& round, bool& stopped) {
+    const std::vector<std::shared_ptr<Reply>>& replies = round.replies();
+    for (size_t i = 0; i < shards_.size() && i < replies.size(); i++) {
+      Shard& shard = shards_[i];
+      if (!replies[i]) {
+        shard.tree = round.drawn_here();
+        continue;
+      }
+      if (!replies[i]->lost.empty() || !replies[i]->text.empty()) return false;
+      const char* const head = replies[i]->head.data();
+      shard.tree = drawn_there(head);
+      std::memcpy(&shard.rows_written, head + places_.rows_written, sizeof shard.rows_written);
+      double largest;
+      std::memcpy(&largest, head + places_.largest, sizeof largest);
+      largest_ = std::max(largest_, largest);
+      stopped |= head[places_.stopped] != 0;
+    }
+    return true;
+  }
+
+  // Feeds TD errors back to the shards of these keys of the union, each to its own. nullopt: nothing is sent, as a
+  // shard is not known, or not to have such a row.
+  std::optional<std::vector<Sent>> feed_back(const Feedback& feedback) {
+    std::vector<Feedback> parts(shards_.size());
+    constexpr int64_t kOwn = (int64_t{1} << kShardKeyBits) - 1;
+    size_t at = 0;
+    for (size_t i = 0; i < feedback.keys.size(); i++) {
+      const int64_t key = feedback.keys[i], number = key >> kShardKeyBits;
+      if (shards_[at].number != number) {
+        at = 0;
+        while (at < shards_.size() && shards_[at].number != number) at++;
+        if (at == shards_.size()) return std::nullopt;
+      }
+      if (key < 0 || (shards_[at].link && static_cast<uint64_t>(key & kOwn) >= shards_[at].rows_written))
+        return std::nullopt;
+      parts[at].keys.push_back(key & kOwn);
+      parts[at].td.push_back(feedback.td[i]);
+    }
+    std::vector<Sent> sent;
+    for (size_t i = 0; i < shards_.size(); i++)  // first: it may refuse a key
+      if (!shards_[i].link && !parts[i].keys.empty() && !apply_here(parts[i])) return std::nullopt;
+    const Unlocked others;
+    for (size_t i = 0; i < shards_.size(); i++) {
+      const size_t n = parts[i].keys.size();
+      if (!n || !shards_[i].link) continue;
+      std::string request = ShardRequest(static_cast<uint32_t>(n), std::numeric_limits<double>::quiet_NaN()).bytes();
+      request.reserve(request.size() + 16 * n);
+      request.append(reinterpret_cast<const char*>(parts[i].keys.data()), 8 * n);
+      request.append(reinterpret_cast<const char*>(parts[i].td.data()), 8 * n);
+      sent.push_back({shards_[i].number, n, std::make_shared<Reply>(0)});
+      exchange_->ask(shards_[i].link, std::move(request), sent.back().reply);
+    }
+    return sent;
+  }
+
+ private:
+  Candidates draw_here(Shard& shard, int64_t n, const BatchPointers& first, int threads) {
+    Attachment& attachment = *here_->require_open();
+    Header& header = attachment.memory().header();
+    if (header.sampler.prioritized) {
+      const double here = static_cast<double>(std::atomic_ref<float>(header.max_raw).load(std::memory_order_relaxed));
+      if (largest_ > here) attachment.raise_largest(static_cast<float>(largest_));
+      largest_ = std::max(largest_, here);
+    }
+    const DrawResult drawn = here_->draw(static_cast<int>(n), 0.0, {}, first, threads);
+    if (drawn.outcome != Draw::kDone) return {{1, 0, 0, 0}, 0, nullptr, 0};  // no batch can be made of that
+    return {drawn.from, n, nullptr, shard.number << kShardKeyBits};
+  }
+
+  bool apply_here(Feedback& feedback) {
+    const std::shared_ptr<Attachment> attachment = here_->require_open();
+    return !here_->update(attachment, feedback);
+  }
+
+  std::shared_ptr<Exchange> exchange_;
+  FigurePlaces places_;
+  std::vector<Shard> shards_;
+  std::shared_ptr<Learner> here_;
+  double largest_;
+};
+
+}  // namespace torchreplay

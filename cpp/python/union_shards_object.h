@@ -1,0 +1,199 @@
+// `_C.UnionShards`: the shards that are drawn from as if they were one buffer.
+#pragma once
+
+#include "client/union_shards.h"
+#include "python/learner_calls.h"
+#include "python/link_object.h"
+
+namespace torchreplay::py {
+
+struct UnionShardsObject {
+  Ref segment;  // the shard here, if there is one
+  std::shared_ptr<AttachedSegment> attached;
+  std::unique_ptr<UnionShards> shards;
+};
+
+namespace union_shards {
+
+using Object = UnionShardsObject;
+
+// UnionShards(exchange, shards, segment, places, largest). `shards`: of each its number and its Link, or None where it
+// is `segment`, which is None where none is. `places` as FigurePlaces.
+inline int init(PyObject* self, PyObject* args, PyObject*) {
+  return as_status(guarded([&] {
+    PyObject *exchange, *list, *segment;
+    FigurePlaces places;
+    unsigned long long rows_written, seen, stopped;
+    double largest;
+    if (!PyArg_ParseTuple(args, "OO!O(KKK)d", &exchange, &PyList_Type, &list, &segment, &rows_written, &seen, &stopped,
+                          &largest))
+      throw PythonError{};
+    places = {rows_written, seen, stopped};
+    auto state = std::make_unique<UnionShardsObject>();
+    std::shared_ptr<Learner> learner;
+    if (segment != Py_None) {
+      const auto& s = state_of<SegmentObject>(segment);
+      state->segment = Ref::borrow(segment);
+      state->attached = s.attached();
+      learner = s.learner;
+      if (!state->attached->outputs().ragged.empty())
+        throw std::invalid_argument("values of any length are put together elsewhere");
+    }
+    std::vector<UnionShards::Shard> shards;
+    for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
+      long long number;
+      PyObject* link;
+      if (!PyArg_ParseTuple(PyList_GetItem(list, i), "LO", &number, &link)) throw PythonError{};
+      if (link == Py_None && !learner) throw std::invalid_argument("a shard is nowhere");
+      shards.push_back({number, link == Py_None ? nullptr : state_of<LinkObject>(link).link});
+    }
+    if (shards.empty()) throw std::invalid_argument("there are no shards");
+    state->shards = std::make_unique<UnionShards>(state_of<ExchangeObject>(exchange).shared, places,
+                                                  std::move(shards), std::move(learner), largest);
+    install(self, state.release());
+    return Py_NewRef(Py_None);
+  }));
+}
+
+// draw(n, beta, weights, seed, stream, step, slack, batch, tensors) -> (UnionDraw, batch): asks all shards for
+// candidates. The first six as for UnionDraw; `slack` as for UnionShards. `batch` is overwritten; None: it is made,
+// where there is a segment. Without one `tensors` has its tensors, as for UnionDraw.
+inline PyObject* draw(PyObject* self, PyObject* args) {
+  return method<Object>(self, [&](Object& s) {
+    int n;
+    double beta, slack;
+    const char* weights;
+    unsigned long long seed, stream, step;
+    PyObject *given, *tensors;
+    if (!PyArg_ParseTuple(args, "idsKKKdOO", &n, &beta, &weights, &seed, &stream, &step, &slack, &given, &tensors))
+      throw PythonError{};
+    require_here(s.shards->exchange());
+    const std::vector<int64_t> counts = s.shards->asked(n, slack);
+    Ref object(checked(PyType_GenericAlloc(union_draw::type, 0)));
+    auto state = std::make_unique<UnionDrawObject>();
+    state->round = std::make_shared<UnionRound>(
+        UnionDraw(n, beta, union_draw::weights_named(weights), seed, stream, step));
+    state->exchange = s.shards->exchange();
+    BatchPointers pointers;
+    int threads = 1;
+    if (s.attached) {
+      auto& segment = state_of<SegmentObject>(s.segment.get());
+      const Fields& outputs = s.attached->outputs();
+      if (given == Py_None) {
+        BatchBuilder builder = s.attached->new_batch(n);
+        builder.point(pointers);
+        state->batch = Ref(segment::make_batch(segment, builder));
+      } else {
+        GivenBatch(outputs, false, n, given, segment::reserved_names()).point(pointers);
+        state->batch = Ref::borrow(given);
+      }
+      std::vector<UnionDraw::Output> batch;
+      for (size_t o = 0; o < outputs.specs.size(); o++) batch.push_back({pointers.values[o], outputs.specs[o].nbytes});
+      batch.push_back({reinterpret_cast<char*>(pointers.keys), 8});
+      batch.push_back({reinterpret_cast<char*>(pointers.weight), 4});
+      batch.push_back({reinterpret_cast<char*>(pointers.probability), 4});
+      state->round->set_batch(std::move(batch));
+      threads = threads_for(outputs, *std::ranges::max_element(counts));
+    } else {
+      state->round->set_batch(union_draw::outputs_of(tensors, n, state->tensors));
+      state->batch = Ref::borrow(given);
+    }
+    const std::shared_ptr<UnionRound> round = state->round;
+    const Ref batch = Ref::borrow(state->batch.get());
+    install(object.get(), state.release());
+    s.shards->order(round, counts, pointers, threads);
+    return checked(PyTuple_Pack(2, object.get(), batch.get()));
+  });
+}
+
+// take_in(draw) -> (whether all shards have said no more than figures, whether one was stopped), once all is there.
+inline PyObject* take_in(PyObject* self, PyObject* draw) {
+  return method<Object>(self, [&](Object& s) {
+    bool stopped = false;
+    const bool plain = s.shards->take_in(*state_of<UnionDrawObject>(draw).round, stopped);
+    return checked(PyTuple_Pack(2, plain ? Py_True : Py_False, stopped ? Py_True : Py_False));
+  });
+}
+
+// reports(draw) -> [(number, head)] of the shards that have sent their items for it.
+inline PyObject* reports(PyObject* self, PyObject* draw) {
+  return method<Object>(self, [&](Object& s) {
+    const auto& replies = state_of<UnionDrawObject>(draw).round->replies();
+    const Ref list(checked(PyList_New(0)));
+    for (size_t i = 0; i < replies.size(); i++) {
+      if (!replies[i] || !replies[i]->lost.empty()) continue;
+      const std::string& head = replies[i]->head;
+      const Ref entry(checked(Py_BuildValue("(Ly#)", static_cast<long long>(s.shards->shards()[i].number), head.data(),
+                                            static_cast<Py_ssize_t>(head.size()))));
+      if (PyList_Append(list.get(), entry.get())) throw PythonError{};
+    }
+    return Py_NewRef(list.get());
+  });
+}
+
+// replies(draw) -> [(number, Reply)] of those that come over connections.
+inline PyObject* replies(PyObject* self, PyObject* draw) {
+  return method<Object>(self, [&](Object& s) {
+    const auto& of = state_of<UnionDrawObject>(draw).round->replies();
+    const Ref list(checked(PyList_New(0)));
+    for (size_t i = 0; i < of.size(); i++) {
+      if (!of[i]) continue;
+      const Ref reply(wire::make_reply(s.shards->exchange(), of[i]));
+      const Ref entry(checked(Py_BuildValue("(LO)", static_cast<long long>(s.shards->shards()[i].number), reply.get())));
+      if (PyList_Append(list.get(), entry.get())) throw PythonError{};
+    }
+    return Py_NewRef(list.get());
+  });
+}
+
+// feed_back(keys, td) -> [(number, how many, Reply)]: TD errors are on their way to other nodes, and applied here. None:
+// nothing was done, as something is wrong with them, or a shard is not among these.
+inline PyObject* feed_back(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
+  return method<Object>(self, [&](Object& s) {
+    expect_args("feed_back", nargs, 2);
+    require_here(s.shards->exchange());
+    Feedback feedback;
+    try {
+      segment::read_keys(args[0], feedback.keys);
+      segment::read_td(args[1], static_cast<int64_t>(feedback.keys.size()), feedback.td);
+    } catch (const std::invalid_argument&) {
+      return Py_NewRef(Py_None);
+    }
+    const auto sent = s.shards->feed_back(feedback);
+    if (!sent) return Py_NewRef(Py_None);
+    const Ref list(checked(PyList_New(0)));
+    for (const UnionShards::Sent& part : *sent) {
+      const Ref reply(wire::make_reply(s.shards->exchange(), part.reply));
+      const Ref entry(checked(Py_BuildValue("(LnO)", static_cast<long long>(part.number),
+                                            static_cast<Py_ssize_t>(part.count), reply.get())));
+      if (PyList_Append(list.get(), entry.get())) throw PythonError{};
+    }
+    return Py_NewRef(list.get());
+  });
+}
+
+inline PyMethodDef methods[] = {
+    {"draw", draw, METH_VARARGS, nullptr},
+    {"take_in", take_in, METH_O, nullptr},
+    {"reports", reports, METH_O, nullptr},
+    {"replies", replies, METH_O, nullptr},
+    {"feed_back", fast(feed_back), METH_FASTCALL, nullptr},
+    {"is_whole", plain_method<Object, [](Object& s) {
+       require_here(s.shards->exchange());
+       const Unlocked others;
+       return s.shards->is_whole();
+     }>, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+inline PyGetSetDef getset[] = {
+    {"drawable", attribute<Object, [](Object& s) { return s.shards->drawable(); }>, nullptr, nullptr, nullptr},
+    {"largest", attribute<Object, [](Object& s) { return s.shards->largest(); }>, nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
+                              {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<Object>)},
+                              {Py_tp_methods, methods},
+                              {Py_tp_getset, getset},
+                              {0, nullptr}};
+inline PyType_Spec spec = type_spec<Object>("torchreplay._C.UnionShards", slots);
+
+}  // namespace union_shards
+}  // namespace torchreplay::py
