@@ -101,13 +101,16 @@ class UnionShards {
   void order(const std::shared_ptr<UnionRound>& round, const std::vector<int64_t>& counts, const BatchPointers& first,
              int threads) {
     std::vector<std::shared_ptr<Reply>> replies(shards_.size());
+    std::vector<Exchange::Request> requests;
+    for (size_t i = 0; i < shards_.size(); i++) {
+      if (!shards_[i].link) continue;
+      replies[i] = std::make_shared<Reply>(round->block_bytes(counts[i]), round);
+      requests.push_back(
+          {shards_[i].link, ShardRequest(static_cast<uint32_t>(counts[i]), largest_).bytes(), replies[i]});
+    }
     {
       const Unlocked others;
-      for (size_t i = 0; i < shards_.size(); i++) {
-        if (!shards_[i].link) continue;
-        replies[i] = std::make_shared<Reply>(round->block_bytes(counts[i]), round);
-        exchange_->ask(shards_[i].link, ShardRequest(static_cast<uint32_t>(counts[i]), largest_).bytes(), replies[i]);
-      }
+      exchange_->ask(std::move(requests));
     }
     std::optional<Candidates> drawn_here;
     for (size_t i = 0; i < shards_.size(); i++)
@@ -155,9 +158,9 @@ class UnionShards {
       parts[at].td.push_back(feedback.td[i]);
     }
     std::vector<Sent> sent;
+    std::vector<Exchange::Request> requests;
     for (size_t i = 0; i < shards_.size(); i++)  // first: it may refuse a key
       if (!shards_[i].link && !parts[i].keys.empty() && !apply_here(parts[i])) return std::nullopt;
-    const Unlocked others;
     for (size_t i = 0; i < shards_.size(); i++) {
       const size_t n = parts[i].keys.size();
       if (!n || !shards_[i].link) continue;
@@ -166,8 +169,10 @@ class UnionShards {
       request.append(reinterpret_cast<const char*>(parts[i].keys.data()), 8 * n);
       request.append(reinterpret_cast<const char*>(parts[i].td.data()), 8 * n);
       sent.push_back({shards_[i].number, n, std::make_shared<Reply>(0)});
-      exchange_->ask(shards_[i].link, std::move(request), sent.back().reply);
+      requests.push_back({shards_[i].link, std::move(request), sent.back().reply});
     }
+    const Unlocked others;
+    exchange_->ask(std::move(requests));
     return sent;
   }
 

@@ -60,7 +60,7 @@ inline PyObject* ask(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
     require_here(exchange);
     {
       const Unlocked others;
-      exchange->ask(link, std::move(request), reply);
+      exchange->ask({{link, std::move(request), reply}});
     }
     return object.release();
   });

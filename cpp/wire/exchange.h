@@ -52,32 +52,38 @@ class Exchange {
     links_.push_back(link);
   }
 
-  // Sends a request, or has it sent. The reply is there later, or, where nothing comes through, at once.
-  void ask(const std::shared_ptr<Link>& link, std::string request, const std::shared_ptr<Reply>& reply) {
+  struct Request {
+    std::shared_ptr<Link> link;
+    std::string bytes;
+    std::shared_ptr<Reply> reply;
+  };
+
+  // Sends requests, or has them sent. The replies are there later, or, where nothing comes through, at once.
+  void ask(std::vector<Request> requests) {
     std::unique_lock lock(mutex_);
     const Caller caller(*this);
-    if (!link->broken.empty()) {
-      lose(lock, *reply, link->broken);
-      return;
+    const bool away = is_away();
+    for (Request& request : requests) {
+      if (!request.link->broken.empty()) {
+        lose(lock, *request.reply, request.link->broken);
+        continue;
+      }
+      carried_.fetch_add(request.bytes.size(), std::memory_order_relaxed);
+      request.link->requests.push_back(std::move(request.bytes));
+      request.link->replies.push_back(request.reply);
+      request.reply->ahead = away;
+      ahead_ += away;
     }
-    carried_.fetch_add(request.size(), std::memory_order_relaxed);
-    link->requests.push_back(std::move(request));
-    link->replies.push_back(reply);
-    reply->ahead = is_away();
-    if (reply->ahead) {
-      ahead_++;
+    if (away) {
       start();
-      set_going();
-    } else if (busy_) {
-      poke();
-    } else {
+    } else if (!busy_) {
       busy_ = true;
-      send(lock, link);
+      for (const Request& request : requests) send(lock, request.link);
       busy_ = false;
       news_.notify_all();
       if (has_work()) start();
-      set_going();
     }
+    set_going();
   }
 
   // Waits for a reply, so long at most, or until a signal comes; returns whether it is there.

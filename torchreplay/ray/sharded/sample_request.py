@@ -71,7 +71,7 @@ class SampleRequest:
     ) -> None:
         self.round, self.n, self.asked_again = round, (n := round.n), False
         self._shards, self._layout, self._chance, self._sampler = shards, layout, chance, sampler
-        self._beta, self._budget = beta, budget
+        self._beta, self._budget, self.has_budget = beta, budget, bool(budget)
         self._here, self._slack = here, slack
         self.calls: dict[int, Any] = {}  # of shards that were asked each by itself, by number
         self._batch = place
@@ -163,7 +163,7 @@ class SampleRequest:
 
     def _is_made_of_all(self, union: _C.UnionShards, draw: _C.UnionDraw, wait: Wait) -> bool:
         """Waits until all shards have sent what they were asked for at once, and returns whether that is the batch."""
-        if not draw.wait(wait.slice_ns()):
+        if not draw.wait(0) and not draw.wait(wait.slice_ns()):
             replies = {number: ShardReply(reply, None) for number, reply in union.replies(draw)}
             self._shards.calls.collect(replies, wait)  # which looks around, and says who is silent
         return self._shards.take_in_union(union, draw) and draw.is_made

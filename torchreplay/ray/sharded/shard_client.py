@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 REPORT_SECONDS: Final = 0.1
 """Seconds between two reports of this learner's draws, unless it needs a lease before."""
 
+NEWS_SECONDS: Final = 0.5
+"""The same where nobody waits for them: the limiter divides nothing. Each takes a learner a millisecond."""
+
 ANSWER_SECONDS: Final = 0.02
 """Seconds for which who waits for items waits for an answer of the coordinator's, before it looks around again."""
 
@@ -79,6 +82,7 @@ class ShardClient:
         self._figures: dict[int, ShardReport] = {}
         # What they have said since to the native core, not looked into yet, and how it reaches all of them.
         self._said: dict[int, bytes] = {}
+        self._heard_stop = False  # with items
         self._union: tuple[ShardTable, LocalShard | None, _C.UnionShards] | None = None
         # What was where when the coordinator said so last; at first nothing, until it has answered.
         self.table = ShardTable({}, Rule(MinSize()))
@@ -117,7 +121,7 @@ class ShardClient:
 
         Where it writes to a shard of another node, it hears of that about half a second later.
         """
-        told = self.table.stopped or any(figures.stats.stopped for figures in self.figures.values())
+        told = self._heard_stop or self.table.stopped or any(each.stats.stopped for each in self._figures.values())
         return told or self.local.stopped or self.remote.stopped
 
     # The coordinator
@@ -150,7 +154,8 @@ class ShardClient:
             return
         with self._lock:
             now = time.monotonic()
-            due = n or now - self._reported_at >= REPORT_SECONDS or self._limiter.short
+            pause = REPORT_SECONDS if self._limiter.rule.divides else NEWS_SECONDS
+            due = n or now - self._reported_at >= pause or self._limiter.short
             if last or (due and len(self._reports) <= (n > 0)):  # one on its way may not say `n`
                 report = self._limiter.report(n)
                 self._reported_at = self._reported_at if n else now
@@ -359,7 +364,8 @@ class ShardClient:
         plain, stopped = union.take_in(draw)
         with self._lock:
             self._said.update(union.reports(draw))
-        if stopped or self.table.stopped or self.local.stopped:
+        self._heard_stop = self._heard_stop or stopped
+        if self._heard_stop or self.table.stopped or self.local.stopped:
             raise Stopped(f"{self.called} was stopped")
         return plain
 

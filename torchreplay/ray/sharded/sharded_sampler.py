@@ -194,8 +194,11 @@ class ShardedSampler(BatchSource):
     def admits(self, n: int) -> bool:
         """Returns whether, as far as is known now, the limiter admits a draw of `n` items and there are any."""
         self.shards.refresh()
-        drawable = any(figures.drawn.drawable for figures in self.shards.figures.values())
-        return drawable and self.shards.limiter.admits(n)
+        union = self.shards.union_now
+        if union is None or not union.drawable:
+            if not any(figures.drawn.drawable for figures in self.shards.figures.values()):
+                return False
+        return self.shards.limiter.admits(n)
 
     def admit(self, n: int, wait: Wait) -> None:
         """Returns once the limiter admits a draw of `n` items, and there are any."""
@@ -238,7 +241,7 @@ class ShardedSampler(BatchSource):
         batch = None
         try:
             batch = ordered.finish(wait)
-            if batch is not None and batch.batch_size != ordered.n:  # what is within a budget
+            if batch is not None and ordered.has_budget:
                 self.shards.limiter.shorten(ordered.round, batch.batch_size)
         finally:
             ordered.round.drawn = batch is not None
