@@ -335,6 +335,7 @@ class Reply:
     def body(self) -> Tensor | None: ...
 
 class UnionDraw:
+    is_there: bool
     is_made: bool
     drawn_from: DrawnFrom
     def __init__(
@@ -352,6 +353,11 @@ class UnionDraw:
     def make(self, parts: Sequence[Candidates], /) -> bool: ...
     def wait(self, ns: int, /) -> bool: ...
     def abandon(self) -> None: ...
+
+class DrawsHere:
+    is_closed: bool
+    def __init__(self, segment: Segment, /) -> None: ...
+    def close(self) -> None: ...
 
 class UnionShards:
     drawable: int
@@ -376,6 +382,7 @@ class UnionShards:
         slack: float,
         batch: ReplayBatch | None,
         tensors: list[Tensor] | None,
+        draws: DrawsHere | None,
         /,
     ) -> tuple[UnionDraw, ReplayBatch]: ...
     def take_in(self, draw: UnionDraw, /) -> tuple[bool, bool]: ...

@@ -13,7 +13,7 @@
 namespace torchreplay {
 
 // For one thread at a time. `Memory` keeps what a batch is drawn into, says where by point(), and goes back to the
-// caller with the batch.
+// caller with the batch. It may have a listener(), as an Order has, and then items() of its own.
 template <class Memory>
 class PrefetchStream {
  public:
@@ -168,6 +168,10 @@ class PrefetchStream {
       if (at_least_) prefetcher_->accept(at_least_);
     }
     Order order{.n = batch_size_, .beta = beta, .name = learner_->next_, .out = {}, .threads = threads};
+    if constexpr (requires { memory.listener(); }) {
+      order.n = memory.items();
+      order.listener = memory.listener();
+    }
     order.rules.last_epoch = last_epoch_;
     memory.point(order.out);
     orders_.push_back({std::move(memory), order.name, beta, threads});

@@ -1,6 +1,8 @@
 // A batch of the union that is made of several shards' answers, by the thread that has read the last one.
 #pragma once
 
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -10,6 +12,7 @@
 #include <vector>
 
 #include "draw/union_draw.h"
+#include "prefetch/prefetch_queue.h"
 #include "wire/reply.h"
 
 namespace torchreplay {
@@ -32,7 +35,7 @@ inline DrawnFrom drawn_there(const char* head) {
   return {there.total, there.smallest, there.drawable, 0};
 }
 
-class UnionRound : public Awaiting {
+class UnionRound : public Awaiting, public DrawListener {
  public:
   explicit UnionRound(UnionDraw draw) : draw_(std::move(draw)) {}
 
@@ -41,11 +44,24 @@ class UnionRound : public Awaiting {
   // Bytes of the body of an answer with so many items.
   uint64_t block_bytes(int64_t n) const { return UnionDraw::block_bytes(batch_, n); }
 
+  // What is drawn here, into the first rows, comes later, by drawn(). Its keys lack `add_to_keys`.
+  void await_draw(int64_t add_to_keys) {
+    await_one();
+    add_to_keys_ = add_to_keys;
+  }
+  void drawn(int n, const DrawnFrom& from) noexcept override {
+    {
+      const std::lock_guard guard(mutex_);
+      here_ = Candidates{from, n, nullptr, add_to_keys_};
+    }
+    one_is_there();
+  }
+
   // Called once, with what was drawn here, if anything was, and all replies that bring the rest; nullptr for none.
   void expect(std::optional<Candidates> here, std::vector<std::shared_ptr<Reply>> replies) {
     {
       const std::lock_guard guard(mutex_);
-      here_ = here;
+      if (here) here_ = here;
       replies_ = std::move(replies);
     }
     one_is_there();
@@ -61,6 +77,12 @@ class UnionRound : public Awaiting {
   // Once all replies are there.
   const std::vector<std::shared_ptr<Reply>>& replies() const { return replies_; }
   DrawnFrom drawn_here() const { return here_ ? here_->tree : DrawnFrom{}; }
+
+  // Whether all is there that it waits for. It waits so long at most.
+  bool is_done(int64_t ns = 0) {
+    std::unique_lock lock(mutex_);
+    return done_ || (ns > 0 && news_.wait_for(lock, std::chrono::nanoseconds(ns), [&] { return done_; }));
+  }
 
   // Whether the batch is made. Otherwise an answer is lost, or says more, or has too few items, or there are none.
   bool is_made() {
@@ -81,7 +103,13 @@ class UnionRound : public Awaiting {
  private:
   void all_are_there() noexcept override {
     const std::lock_guard guard(mutex_);
-    if (abandoned_) return;
+    if (!abandoned_) make_of_replies();
+    done_ = true;
+    news_.notify_all();
+  }
+
+  // The mutex is held.
+  void make_of_replies() noexcept {
     try {
       std::vector<Candidates> parts;
       if (here_) add(parts, *here_);
@@ -110,7 +138,9 @@ class UnionRound : public Awaiting {
   std::vector<UnionDraw::Output> batch_;
   std::optional<Candidates> here_;
   std::vector<std::shared_ptr<Reply>> replies_;
-  bool abandoned_ = false, made_ = false;
+  int64_t add_to_keys_ = 0;
+  bool abandoned_ = false, made_ = false, done_ = false;
+  std::condition_variable news_;
 };
 
 }  // namespace torchreplay

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "client/learner.h"
+#include "client/prefetch_stream.h"
 #include "client/union_round.h"
 #include "wire/exchange.h"
 
@@ -38,6 +39,45 @@ static_assert(sizeof(ShardRequest) == 16);
 // At which bytes of the head of an answer some of the shard's figures lie: int64, double and bool.
 struct FigurePlaces {
   size_t rows_written, largest, stopped;
+};
+
+// Where the shard here draws to for a batch that is under way.
+struct RowsHere {
+  BatchPointers first;
+  int n;
+  std::shared_ptr<UnionRound> round;
+  std::shared_ptr<void> memory;  // what keeps it
+
+  void point(BatchPointers& out) const { out = first; }
+  int items() const { return n; }
+  std::shared_ptr<DrawListener> listener() const { return round; }
+};
+
+// The draws from the shard here of one iteration, in their order, by a thread. Once one of them cannot be taken, none
+// of the later ones is.
+class DrawsHere {
+ public:
+  explicit DrawsHere(std::shared_ptr<Learner> learner) : stream_(std::move(learner), 1) {}
+
+  bool is_closed() const { return closed_; }
+  void order(RowsHere rows, int threads) { stream_.order(0.0, std::move(rows), threads); }
+  // Takes the oldest, in so long at most. False: it is not drawn.
+  bool take(int64_t ns) {
+    if (closed_) return true;
+    const auto taken = stream_.take(ns);
+    if (taken.outcome == Draw::kDone) return true;
+    if (taken.outcome == Draw::kWait && !taken.shortage) return false;
+    close();
+    return true;
+  }
+  void close() {
+    closed_ = true;
+    stream_.close();
+  }
+
+ private:
+  PrefetchStream<RowsHere> stream_;
+  bool closed_ = false;
 };
 
 // For one thread at a time: it is guarded as all clients are.
@@ -97,9 +137,10 @@ class UnionShards {
     return counts;
   }
 
-  // Asks all shards for candidates at once. `first`: where those of the shard here go, the first rows of the batch.
+  // Asks all shards for candidates at once. `first`: where those of the shard here go, the first rows of the batch, in
+  // their turn of `draws`, where that is given. `memory` keeps the batch.
   void order(const std::shared_ptr<UnionRound>& round, const std::vector<int64_t>& counts, const BatchPointers& first,
-             int threads) {
+             int threads, DrawsHere* draws, std::shared_ptr<void> memory) {
     std::vector<std::shared_ptr<Reply>> replies(shards_.size());
     std::vector<Exchange::Request> requests;
     for (size_t i = 0; i < shards_.size(); i++) {
@@ -113,8 +154,16 @@ class UnionShards {
       exchange_->ask(std::move(requests));
     }
     std::optional<Candidates> drawn_here;
-    for (size_t i = 0; i < shards_.size(); i++)
-      if (!shards_[i].link) drawn_here = draw_here(shards_[i], counts[i], first, threads);
+    for (size_t i = 0; i < shards_.size(); i++) {
+      if (shards_[i].link) continue;
+      raise_largest_here();
+      if (draws) {
+        round->await_draw(shards_[i].number << kShardKeyBits);
+        draws->order({first, static_cast<int>(counts[i]), round, std::move(memory)}, threads);
+      } else {
+        drawn_here = draw_here(shards_[i], counts[i], first, threads);
+      }
+    }
     round->expect(drawn_here, std::move(replies));
   }
 
@@ -177,14 +226,17 @@ class UnionShards {
   }
 
  private:
-  Candidates draw_here(Shard& shard, int64_t n, const BatchPointers& first, int threads) {
+  // Its new rows without a priority count as the largest that any shard has seen.
+  void raise_largest_here() {
     Attachment& attachment = *here_->require_open();
     Header& header = attachment.memory().header();
-    if (header.sampler.prioritized) {
-      const double here = static_cast<double>(std::atomic_ref<float>(header.max_raw).load(std::memory_order_relaxed));
-      if (largest_ > here) attachment.raise_largest(static_cast<float>(largest_));
-      largest_ = std::max(largest_, here);
-    }
+    if (!header.sampler.prioritized) return;
+    const double here = static_cast<double>(std::atomic_ref<float>(header.max_raw).load(std::memory_order_relaxed));
+    if (largest_ > here) attachment.raise_largest(static_cast<float>(largest_));
+    largest_ = std::max(largest_, here);
+  }
+
+  Candidates draw_here(Shard& shard, int64_t n, const BatchPointers& first, int threads) {
     const DrawResult drawn = here_->draw(static_cast<int>(n), 0.0, {}, first, threads);
     if (drawn.outcome != Draw::kDone) return {{1, 0, 0, 0}, 0, nullptr, 0};  // no batch can be made of that
     return {drawn.from, n, nullptr, shard.number << kShardKeyBits};

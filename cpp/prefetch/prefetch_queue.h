@@ -3,6 +3,7 @@
 
 #include <deque>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -12,6 +13,13 @@
 #include "prefetch/feedback_queue.h"
 
 namespace torchreplay {
+
+// Is told that an order is drawn, by the thread that has drawn it, before that is taken.
+class DrawListener {
+ public:
+  virtual ~DrawListener() = default;
+  virtual void drawn(int n, const DrawnFrom& from) noexcept = 0;
+};
 
 // A batch to be drawn, and where it goes: memory that stays until the order is taken, or given up.
 struct Order {
@@ -24,6 +32,7 @@ struct Order {
   uint64_t epoch = 0;                  // once it is drawn, and then `n` is the number of its items
   uint64_t updated = 0, fed_back = 0;  // TD errors applied before: all others, and those handed over here
   DrawnFrom drawn_from = {};           // once it is drawn
+  std::shared_ptr<DrawListener> listener = nullptr;
 };
 
 // What a caller wants to find done, as of the moment when it says so.
@@ -168,6 +177,11 @@ class PrefetchQueue {
     order.n = sampler_.count();
     order.epoch = sampler_.epoch();
     return outcome;
+  }
+
+  // Without the lock, after draw(). Whoever waits for the order may do more than note that.
+  static void tell(const Order& order) {
+    if (order.listener) order.listener->drawn(order.n, order.drawn_from);
   }
 
   // Without the lock. Whether the last draw met rows that wait for others, whose writers may be dead.

@@ -306,6 +306,7 @@ class Prefetcher {
     lock.unlock();
     Shortage shortage;
     if (queue_.draw(order, shortage, patience) != Draw::kDone) throw NotDrawn{};
+    PrefetchQueue::tell(order);
     lock.lock();
     queue_.note_drawn(order);
     if (!queue_.met_pending()) return;
@@ -369,6 +370,7 @@ class Prefetcher {
 
   void finish(Order& order, Draw outcome) {
     if (outcome != Draw::kDone) return fail(outcome, nullptr);
+    PrefetchQueue::tell(order);
     {
       const std::lock_guard guard(mutex_);
       queue_.note_drawn(order);

@@ -3,7 +3,7 @@
 
 #include <deque>
 
-#include "client/union_round.h"
+#include "client/union_shards.h"
 #include "python/array_view.h"
 #include "python/reply_object.h"
 #include "write/participants.h"
@@ -23,6 +23,7 @@ struct UnionDrawObject {
   Ref batch;
   std::shared_ptr<UnionRound> round;
   std::shared_ptr<Exchange> exchange;  // of its replies
+  std::shared_ptr<DrawsHere> draws;    // of what is drawn here, until it is taken
   uint64_t generation = fork_generation.load(std::memory_order_relaxed);
 };
 
@@ -136,22 +137,47 @@ inline PyObject* make(PyObject* self, PyObject* list) {
   });
 }
 
-// wait(ns) -> whether all replies are there, after that time at most. A signal ends the wait, too.
+// wait(ns) -> whether all is there, after that time at most. A signal ends the wait, too. Those that belong to the same
+// DrawsHere are waited for in their order.
 inline PyObject* wait(PyObject* self, PyObject* ns) {
   return method<UnionDrawObject>(self, [&](UnionDrawObject& s) {
     const int64_t until = monotonic_ns() + as_int(ns);
     const std::vector<std::shared_ptr<Reply>> replies = s.round->replies();  // others may give it up meanwhile
     const std::shared_ptr<Exchange> exchange = s.exchange;
     if (exchange) require_here(exchange);
+    const auto left = [until] { return std::max<int64_t>(0, until - monotonic_ns()); };
     bool there = true;
     {
       const Unlocked others;
-      for (const auto& reply : replies)
-        there = there && (!reply || exchange->wait(*reply, std::max<int64_t>(0, until - monotonic_ns())));
+      for (const auto& reply : replies) there = there && (!reply || exchange->wait(*reply, left()));
+    }
+    if (there && s.draws) {
+      there = s.draws->take(left());
+      if (there && !s.draws->is_closed()) s.draws.reset();
+    }
+    if (there && !s.draws) {
+      const std::shared_ptr<UnionRound> round = s.round;
+      const Unlocked others;
+      there = round->is_done(left() + 1);
     }
     if (!there && PyErr_CheckSignals()) throw PythonError{};
     return there;
   });
+}
+
+// Nobody writes to the batch from now on. What is drawn here later of the same iteration is not drawn either.
+inline void abandon(UnionDrawObject& s) {
+  if (s.draws) s.draws->close();
+  s.draws.reset();
+  const std::shared_ptr<UnionRound> round = s.round;
+  const Unlocked others;
+  round->abandon();
+}
+
+inline bool is_there(UnionDrawObject& s) {
+  const auto& replies = s.round->replies();
+  const bool come = std::ranges::all_of(replies, [](const auto& reply) { return !reply || reply->is_there(); });
+  return come && (s.round->is_done() || (s.draws && s.draws->is_closed()));
 }
 
 inline PyObject* drawn_from(UnionDrawObject& s) {
@@ -163,9 +189,10 @@ inline PyMethodDef methods[] = {
     {"expect", fast(expect), METH_FASTCALL, nullptr},
     {"make", make, METH_O, nullptr},
     {"wait", wait, METH_O, nullptr},
-    {"abandon", plain_method<UnionDrawObject, [](UnionDrawObject& s) { s.round->abandon(); }>, METH_NOARGS, nullptr},
+    {"abandon", plain_method<UnionDrawObject, [](UnionDrawObject& s) { abandon(s); }>, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 inline PyGetSetDef getset[] = {
+    {"is_there", attribute<UnionDrawObject, [](UnionDrawObject& s) { return is_there(s); }>, nullptr, nullptr, nullptr},
     {"is_made", attribute<UnionDrawObject, [](UnionDrawObject& s) { return s.round->is_made(); }>, nullptr, nullptr,
      nullptr},
     {"drawn_from", attribute<UnionDrawObject, [](UnionDrawObject& s) { return drawn_from(s); }>, nullptr, nullptr,

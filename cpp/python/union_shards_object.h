@@ -13,6 +13,12 @@ struct UnionShardsObject {
   std::unique_ptr<UnionShards> shards;
 };
 
+// The draws of one iteration from the shard here.
+struct DrawsHereObject {
+  Ref segment;
+  std::shared_ptr<DrawsHere> draws;
+};
+
 namespace union_shards {
 
 using Object = UnionShardsObject;
@@ -55,8 +61,20 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
   }));
 }
 
-// draw(n, beta, weights, seed, stream, step, slack, batch, tensors) -> (UnionDraw, batch): asks all shards for
-// candidates. The first six as for UnionDraw; `slack` as for UnionShards. `batch` is overwritten; None: it is made,
+// DrawsHere(segment): of the shard here.
+inline int init_draws(PyObject* self, PyObject* args, PyObject*) {
+  return as_status(guarded([&] {
+    PyObject* segment;
+    if (!PyArg_ParseTuple(args, "O", &segment)) throw PythonError{};
+    install(self, new DrawsHereObject{Ref::borrow(segment),
+                                      std::make_shared<DrawsHere>(state_of<SegmentObject>(segment).learner)});
+    return Py_NewRef(Py_None);
+  }));
+}
+
+// draw(n, beta, weights, seed, stream, step, slack, batch, tensors, draws) -> (UnionDraw, batch): asks all shards for
+// candidates. The shard here draws its own in their turn of `draws`, a DrawsHere, or, where that is None, at once.
+// The first six as for UnionDraw; `slack` as for UnionShards. `batch` is overwritten; None: it is made,
 // where there is a segment. Without one `tensors` has its tensors, as for UnionDraw.
 inline PyObject* draw(PyObject* self, PyObject* args) {
   return method<Object>(self, [&](Object& s) {
@@ -64,8 +82,9 @@ inline PyObject* draw(PyObject* self, PyObject* args) {
     double beta, slack;
     const char* weights;
     unsigned long long seed, stream, step;
-    PyObject *given, *tensors;
-    if (!PyArg_ParseTuple(args, "idsKKKdOO", &n, &beta, &weights, &seed, &stream, &step, &slack, &given, &tensors))
+    PyObject *given, *tensors, *draws;
+    if (!PyArg_ParseTuple(args, "idsKKKdOOO", &n, &beta, &weights, &seed, &stream, &step, &slack, &given, &tensors,
+                          &draws))
       throw PythonError{};
     require_here(s.shards->exchange());
     const std::vector<int64_t> counts = s.shards->asked(n, slack);
@@ -99,9 +118,13 @@ inline PyObject* draw(PyObject* self, PyObject* args) {
       state->batch = Ref::borrow(given);
     }
     const std::shared_ptr<UnionRound> round = state->round;
+    std::shared_ptr<DrawsHere> here;
+    if (draws != Py_None && s.attached) here = state->draws = state_of<DrawsHereObject>(draws).draws;
     const Ref batch = Ref::borrow(state->batch.get());
     install(object.get(), state.release());
-    s.shards->order(round, counts, pointers, threads);
+    // Whoever lets go of it holds the interpreter's lock, as for all orders of a PrefetchStream.
+    std::shared_ptr<void> memory(Py_NewRef(batch.get()), [](void* o) { Py_DECREF(static_cast<PyObject*>(o)); });
+    s.shards->order(round, counts, pointers, threads, here.get(), std::move(memory));
     return checked(PyTuple_Pack(2, object.get(), batch.get()));
   });
 }
@@ -171,6 +194,20 @@ inline PyObject* feed_back(PyObject* self, PyObject* const* args, Py_ssize_t nar
     return Py_NewRef(list.get());
   });
 }
+
+inline PyMethodDef draws_methods[] = {
+    {"close", plain_method<DrawsHereObject, [](DrawsHereObject& s) { s.draws->close(); }>, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+inline PyGetSetDef draws_getset[] = {
+    {"is_closed", attribute<DrawsHereObject, [](DrawsHereObject& s) { return s.draws->is_closed(); }>, nullptr, nullptr,
+     nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+inline PyType_Slot draws_slots[] = {{Py_tp_init, reinterpret_cast<void*>(init_draws)},
+                                    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<DrawsHereObject>)},
+                                    {Py_tp_methods, draws_methods},
+                                    {Py_tp_getset, draws_getset},
+                                    {0, nullptr}};
+inline PyType_Spec draws_spec = type_spec<DrawsHereObject>("torchreplay._C.DrawsHere", draws_slots);
 
 inline PyMethodDef methods[] = {
     {"draw", draw, METH_VARARGS, nullptr},

@@ -136,6 +136,9 @@ class Exchange {
  private:
   static constexpr int64_t kAwayNs = 500'000;
   static constexpr int64_t kSliceNs = 50'000'000;
+  // For so long the thread lets requests gather: a learner feeds back, and asks for a batch. They leave together, once
+  // it computes again, and what they wake takes no processor from it before.
+  static constexpr int64_t kGatherNs = 300'000;
 
   // A call, between whose like the caller is away. The mutex is held when it begins and when it ends.
   class Caller {
@@ -161,7 +164,7 @@ class Exchange {
   void set_going() {
     if (busy_)
       poke();
-    else if (running_ && has_work())
+    else if (running_ && !dozing_ && has_work())
       work_.notify_one();
   }
 
@@ -185,7 +188,11 @@ class Exchange {
     std::unique_lock lock(mutex_);
     for (;;) {
       work_.wait(lock, [&] { return ending_ || (!busy_ && has_work()); });
+      dozing_ = true;
+      work_.wait_for(lock, std::chrono::nanoseconds(kGatherNs), [&] { return ending_; });
+      dozing_ = false;
       if (ending_) return;
+      if (busy_) continue;
       carry(lock, kSliceNs, [&] { return ending_ || !has_work(); });
     }
   }
@@ -295,6 +302,7 @@ class Exchange {
   std::vector<std::shared_ptr<Link>> links_;
   bool busy_ = false;  // a thread sends and receives
   bool running_ = false, ending_ = false;
+  bool dozing_ = false;     // the thread lets requests gather
   int ahead_ = 0;           // replies that the thread is to take in
   int64_t left_ = 0;        // when the last call ended
   int64_t away_until_ = 0;  // the caller counts as one that is away between its calls

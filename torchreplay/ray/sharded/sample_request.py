@@ -52,6 +52,7 @@ class SampleRequest:
         here: Whether the shard that is attached draws its candidates here, right into the batch where that can be.
         place: The batch, whose tensors are overwritten; None: it is made.
         budget: The most elements of ragged fields, by name.
+        draws: In whose turn the shard that is attached draws; None: it does so at once.
     """
 
     drawn_from: TreeSummary  # what the batch's weights were computed from, once it is finished
@@ -68,6 +69,7 @@ class SampleRequest:
         here: bool = False,
         place: ReplayBatch | None = None,
         budget: Mapping[str, int] | None = None,
+        draws: _C.DrawsHere | None = None,
     ) -> None:
         self.round, self.n, self.asked_again = round, (n := round.n), False
         self._shards, self._layout, self._chance, self._sampler = shards, layout, chance, sampler
@@ -84,7 +86,7 @@ class SampleRequest:
         if place is None and not here:
             self._batch = layout.new_batch(n)
         tensors = None if here or self._batch is None else layout.tensors(self._batch)
-        self._draw, self._batch = self._union.draw(n, beta, *name, self._batch, tensors)
+        self._draw, self._batch = self._union.draw(n, beta, *name, self._batch, tensors, draws)
         shards.rounds += 1
 
     def _order(self) -> None:
@@ -127,7 +129,7 @@ class SampleRequest:
     def is_answered(self) -> bool:
         """Whether all answers have come."""
         if self._union is not None and self._draw is not None:
-            return self._draw.wait(0)
+            return self._draw.is_there
         return self._shards.calls.are_there(self.calls.values())
 
     def give_up(self) -> None:

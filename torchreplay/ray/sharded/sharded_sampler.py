@@ -195,9 +195,9 @@ class ShardedSampler(BatchSource):
         """Returns whether, as far as is known now, the limiter admits a draw of `n` items and there are any."""
         self.shards.refresh()
         union = self.shards.union_now
-        if union is None or not union.drawable:
-            if not any(figures.drawn.drawable for figures in self.shards.figures.values()):
-                return False
+        drawable = union.drawable if union is not None else 0
+        if not drawable and not any(figures.drawn.drawable for figures in self.shards.figures.values()):
+            return False
         return self.shards.limiter.admits(n)
 
     def admit(self, n: int, wait: Wait) -> None:
@@ -212,11 +212,13 @@ class ShardedSampler(BatchSource):
         beta: float,
         place: ReplayBatch | None = None,
         budget: Mapping[str, int] | None = None,
+        draws: _C.DrawsHere | None = None,
     ) -> SampleRequest:
         """Asks all shards for candidates, where the limiter admits `n` items; `take` returns the batch.
 
         `beta` is the exponent of the weights, and `place` the batch, whose tensors are overwritten; None: it is made.
-        With a budget the draw is of the items within it.
+        With a budget the draw is of the items within it. The shard that is attached draws in its turn of `draws`, or at
+        once.
         """
         here = self.shards.local.try_attach(wait)
         limiter, ahead = self.shards.limiter, Round(n, self.end)
@@ -227,7 +229,7 @@ class ShardedSampler(BatchSource):
             limiter.begin(ahead)
             chance = Chance(self.seed, self.stream, ahead.step)
             return SampleRequest(
-                self.shards, self._layout, ahead, chance, self._sampler, beta, self._slack, here, place, budget
+                self.shards, self._layout, ahead, chance, self._sampler, beta, self._slack, here, place, budget, draws
             )
         except BaseException:
             self.end(ahead)
@@ -325,6 +327,7 @@ class SampleRequestStream:
         self._ahead: deque[SampleRequest] = deque()
         self._here: tuple[LocalShard, _C.Prefetcher] | None = None  # the only shard, and what draws from it ahead
         self._ordered = 0  # of that, and not taken
+        self._draws: tuple[LocalShard, _C.DrawsHere] | None = None  # from the shard here, where there are others
 
     def __iter__(self) -> SampleRequestStream:
         return self
@@ -373,6 +376,9 @@ class SampleRequestStream:
     def close(self) -> None:
         """Forgets the rounds under way."""
         self._leave()
+        draws, self._draws = self._draws, None
+        if draws is not None:
+            draws[1].close()
         while self._ahead:
             ahead = self._ahead.pop()
             self._sampler.end(ahead.round)
@@ -446,6 +452,15 @@ class SampleRequestStream:
             self.drawn_from = first.drawn_from
         return batch
 
+    def _draws_here(self) -> _C.DrawsHere | None:
+        """Returns what draws ahead from the shard here, in the order of the batches."""
+        here = self._sampler.shards.local.shard
+        if here is None or not self._prefetch:
+            return None
+        if self._draws is None or self._draws[0] is not here or self._draws[1].is_closed:
+            self._draws = here, _C.DrawsHere(here.segment)
+        return self._draws[1]
+
     def _order(self, wait: Wait) -> None:
         while not self._ahead or (
             len(self._ahead) < self._most
@@ -453,7 +468,11 @@ class SampleRequestStream:
             and self._sampler.admits(self._batch_size)
         ):
             beta = self._sampler.exponent(None, len(self._ahead))
-            self._ahead.append(self._sampler.begin(self._batch_size, wait, beta, self._spec.place(), self._spec.budget))
+            self._ahead.append(
+                self._sampler.begin(
+                    self._batch_size, wait, beta, self._spec.place(), self._spec.budget, self._draws_here()
+                )
+            )
         self._sampler.shards.report()
 
 
