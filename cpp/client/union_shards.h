@@ -57,12 +57,13 @@ struct RowsHere {
 // of the later ones is.
 class DrawsHere {
  public:
-  explicit DrawsHere(std::shared_ptr<Learner> learner) : stream_(std::move(learner), 1) {}
+  explicit DrawsHere(const std::shared_ptr<Learner>& learner) : learner_(learner), stream_(learner, 1) {}
 
   bool is_closed() const { return closed_; }
   void order(RowsHere rows, int threads) { stream_.order(0.0, std::move(rows), threads); }
   // Takes the oldest, in so long at most. False: it is not drawn.
   bool take(int64_t ns) {
+    if (learner_->closed()) close();  // this process has let go of the shard
     if (closed_) return true;
     const auto taken = stream_.take(ns);
     if (taken.outcome == Draw::kDone) return true;
@@ -76,6 +77,7 @@ class DrawsHere {
   }
 
  private:
+  std::shared_ptr<Learner> learner_;
   PrefetchStream<RowsHere> stream_;
   bool closed_ = false;
 };

@@ -77,6 +77,8 @@ class LocalShards:
     def union(self, layout):
         return None
 
+    union_now = None
+
     def alone(self):
         return None
 

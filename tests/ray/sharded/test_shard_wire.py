@@ -4,24 +4,24 @@ import contextlib
 import signal
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from forked import eventually
+from forked import Forked, eventually
 from local_shards import SPEC
 
 import torchreplay as tr
+from torchreplay import _C
 from torchreplay.ray.sharded import reply_collector
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.shard_actor import Shard
-from torchreplay.ray.sharded.shard_wire import ANSWER, REQUEST, ShardLink, ShardServer, _read
+from torchreplay.ray.sharded.shard_wire import ANSWER, REQUEST, ShardLink, ShardReply, ShardServer
 from torchreplay.ray.wire import server
-from torchreplay.ray.wire.connection import HELLO, MARK, Address
-from torchreplay.ray.wire.link import LinkBroken
+from torchreplay.ray.wire.connection import HELLO, MARK, Address, LinkBroken, connect
 from torchreplay.ray.wire.way import Way
 from torchreplay.schema.config import Config
 
@@ -42,7 +42,8 @@ class Served:
         self.shard._buffer.extend(**rows)
         self.before = lambda: None
         self.server = ShardServer("127.0.0.1", self._draw, self.shard.update)
-        self.link = ShardLink(self.server.address)
+        self.exchange = _C.Exchange()
+        self.link = ShardLink(self.server.address, self.exchange)
 
     def _draw(self, n, largest):
         self.before()
@@ -75,7 +76,7 @@ def test_it_counts_what_it_carries():
     with Served() as served:
         served.link.update(np.arange(50), np.ones(50)).result(SECONDS)
         _, block = served.link.draw(32, 1.0, served.layout).result(SECONDS)
-        assert served.link._carried.nbytes == 2 * (REQUEST.size + ANSWER.size) + 50 * (8 + 8) + block.nbytes
+        assert served.exchange.carried == 2 * (REQUEST.size + ANSWER.size) + 50 * (8 + 8) + block.nbytes
 
 
 def test_values_of_any_length_come_with_their_lengths():
@@ -109,14 +110,13 @@ def test_who_does_not_know_the_secret_is_not_heard(hello):
         stranger.sendall(hello[: len(HELLO) + 32])
         assert stranger.recv(1) == b""
         with pytest.raises(OSError, match="connection"):
-            ShardLink(served.server.address._replace(secret=bytes(32)))
+            ShardLink(served.server.address._replace(secret=bytes(32)), served.exchange)
 
 
 @pytest.mark.parametrize("request_", [REQUEST.pack(MARK, 1 << 31, 1.0), REQUEST.pack(b"what", 4, 1.0)])
 def test_a_request_that_makes_no_sense_ends_the_connection(request_):
     with Served() as served:
-        served.link._connection.sendall(request_)
-        broken = served.link.draw(4, 1.0, served.layout)
+        broken = ShardReply(served.link.native.ask(0, None, request_), served.layout)
         with pytest.raises(LinkBroken):
             broken.result(SECONDS)
         with pytest.raises(LinkBroken):
@@ -132,7 +132,7 @@ def test_an_answer_that_makes_no_sense_ends_the_connection():
             connection.sendall(HELLO + b"\x00" * 1000)
 
         threading.Thread(target=lie, daemon=True).start()
-        link = ShardLink(Address(*liar.getsockname(), b"any"))
+        link = ShardLink(Address(*liar.getsockname(), b"any"), served.exchange)
         with pytest.raises(LinkBroken):
             link.draw(4, 1.0, served.layout).result(SECONDS)
 
@@ -162,7 +162,7 @@ def test_a_shard_that_ray_knows_to_be_dead_is_not_waited_for(monkeypatch):
         held.set()
         ray.is_initialized = lambda: False
         held.clear()
-        other = ShardLink(served.server.address)
+        other = ShardLink(served.server.address, served.exchange)
         with pytest.raises(tr.AttachError, match="Ray was shut down"):
             collector.collect({7: other.draw(4, 1.0, served.layout)})
         held.set()
@@ -179,7 +179,7 @@ def test_where_no_connection_can_be_made_it_is_said_once_and_ray_is_called(caplo
         return address
 
     wait = lambda calls, timeout: (calls, [])  # noqa: E731
-    way = Way(ShardLink, "shard 2 on node b", locate, [0])
+    way = Way(connect, "shard 2 on node b", locate)
     way._ray = SimpleNamespace(get=lambda call: call, wait=wait, exceptions=way._ray.exceptions)
     assert [way.link() for _ in range(3)] == [None] * 3
     (record,) = caplog.records
@@ -196,7 +196,7 @@ def test_strangers_who_say_nothing_keep_nobody_out_for_long_and_start_few_thread
         assert threading.active_count() <= before + server.STRANGERS
         assert served.link.draw(8, 1.0, served.layout).result(SECONDS) is not None
         eventually(lambda: threading.active_count() == before)
-        with contextlib.closing(ShardLink(served.server.address)) as other:
+        with contextlib.closing(ShardLink(served.server.address, served.exchange)) as other:
             assert other.draw(8, 1.0, served.layout).result(SECONDS) is not None
         for stranger in strangers:
             stranger.close()
@@ -219,7 +219,7 @@ def test_a_listener_goes_on_after_the_system_has_refused_a_connection(monkeypatc
         for _ in range(2):  # the first wakes the call of accept() that waits
             socket.create_connection(served.server.address[:2]).close()
         assert refused.wait(SECONDS)
-        with contextlib.closing(ShardLink(served.server.address)) as other:
+        with contextlib.closing(ShardLink(served.server.address, served.exchange)) as other:
             assert other.draw(8, 1.0, served.layout).result(SECONDS) is not None
 
 
@@ -230,11 +230,15 @@ class Halved:
         self._answer, self.go_on = answer, threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=self._serve, daemon=True).start()
-        self.link = ShardLink(Address(*self._listener.getsockname(), b"any"))
+        self.link = ShardLink(Address(*self._listener.getsockname(), b"any"), _C.Exchange())
+
+    def hang_up(self):
+        """Ends the connection."""
+        self._connection.shutdown(socket.SHUT_RDWR)
 
     def _serve(self):
-        connection, _ = self._listener.accept()
-        with connection:
+        self._connection, _ = self._listener.accept()
+        with self._connection as connection:
             connection.recv(100)
             connection.sendall(HELLO)
             while connection.recv(REQUEST.size):
@@ -269,28 +273,22 @@ def test_half_an_answer_can_be_waited_for_in_vain_and_comes_whole_later():
         assert torch.equal(batch["key"], batch["index"] + (3 << 48))
 
 
-def ask_ahead(served, n):
-    """Asks for `n` candidates, whose answer a thread reads."""
-    return served.link.ask(partial(_read, served.layout), REQUEST.pack(MARK, n, 1.0), ahead=True)
-
-
-def test_answers_that_are_waited_for_at_once_are_read_without_a_thread():
+def test_a_learner_that_computes_has_its_answers_read_by_a_thread():
     with Served() as served:
-        for _ in range(3):
-            served.link.draw(4, 1.0, served.layout).result(SECONDS)
-        assert "torchreplay-link" not in [thread.name for thread in threading.enumerate()]
-        ahead = ask_ahead(served, 4)
-        eventually(ahead.done)  # nobody waits for it
-        served.link.close()
-        eventually(lambda: "torchreplay-link" not in [thread.name for thread in threading.enumerate()])
+        for _ in range(4):  # from the second time on it counts as one that is away between its calls
+            answer = served.link.draw(4, 1.0, served.layout)
+            answer.exception(SECONDS)
+            time.sleep(0.01)
+        ahead = served.link.draw(4, 1.0, served.layout)
+        done = served.link.update(np.arange(50), np.ones(50))
+        eventually(lambda: ahead.done() and done.done())  # nobody waits for them
 
 
 def test_several_threads_wait_over_one_connection():
     with Served() as served:
         sizes = [1 + k % 7 for k in range(120)]
         with ThreadPoolExecutor(6) as pool:
-            ask = lambda n: ask_ahead(served, n) if n == 7 else served.link.draw(n, 1.0, served.layout)  # noqa: E731
-            draw = lambda n: ask(n).result(SECONDS)  # noqa: E731
+            draw = lambda n: served.link.draw(n, 1.0, served.layout).result(SECONDS)  # noqa: E731
             assert [report.candidates for report, _ in pool.map(draw, sizes)] == sizes
 
 
@@ -306,57 +304,51 @@ def test_who_waits_reads_on_where_another_has_given_up():
             assert patient.result(SECONDS)[0].candidates == 32
 
 
-@pytest.mark.parametrize("amid", [False, True], ids=["between two looks", "amid an answer"])
-def test_a_signal_handler_may_wait_for_what_it_has_interrupted(amid, monkeypatch):
-    """It hears of it, unless it has interrupted the reading itself: then it is told that it cannot."""
+def test_a_signal_handler_may_wait_for_what_it_has_interrupted():
     with Served() as served, Halved(answer_of(served)) as halved:
         answer, heard = halved.link.draw(32, 1.0, served.layout), []
 
         def handle(*_):
             halved.go_on.set()
-            error = answer.exception(SECONDS)
-            heard.append(error)
+            heard.append(answer.exception(SECONDS))
+            heard.append(halved.link.draw(32, 1.0, served.layout).result(SECONDS)[0].candidates)
 
-        if amid:
-            fill = halved.link._receive
+        before = signal.signal(signal.SIGALRM, handle)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            assert answer.result(SECONDS)[0].candidates == 32
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert heard == [None, 32]
 
-            def interrupted(room):
-                if len(room) > 400 and not heard:
-                    handle()
-                return fill(room)
 
-            monkeypatch.setattr(halved.link, "_receive", interrupted)
-            halved.go_on.set()
-            with pytest.raises(LinkBroken, match="signal handler"):
-                answer.result(SECONDS)
-            assert "signal handler" in str(heard[0])
-        else:
-            before = signal.signal(signal.SIGALRM, handle)
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 0.1)
-                assert answer.result(SECONDS)[0].candidates == 32
-            finally:
-                signal.signal(signal.SIGALRM, before)
-            assert heard == [None]
-        assert halved.link.draw(32, 1.0, served.layout).result(SECONDS)[0].candidates == 32
+def test_a_forked_child_leaves_its_parents_connection_alone():
+    with Served() as served:
+        answer = served.link.draw(4, 1.0, served.layout)
+
+        def child():
+            with pytest.raises(RuntimeError, match="forked child"):
+                served.link.draw(4, 1.0, served.layout)
+            served.link.close()
+
+        with Forked(child) as forked:
+            assert forked.wait(SECONDS) == 0
+        assert answer.result(SECONDS)[0].candidates == 4
+        assert served.link.draw(4, 1.0, served.layout).result(SECONDS)[0].candidates == 4
+
+
+def test_an_answer_of_items_that_nobody_has_asked_for_ends_the_connection():
+    with Served() as served, Halved(answer_of(served, 64)) as halved:
+        halved.go_on.set()
+        with pytest.raises(LinkBroken, match="nobody has asked for"):
+            halved.link.draw(32, 1.0, served.layout).result(SECONDS)
 
 
 def test_a_connection_says_that_it_has_ended_before_anything_is_asked():
     with Served() as served, Halved(b"") as halved:
         assert halved.link.broken is None
         halved.go_on.set()
-        halved.link._connection.shutdown(socket.SHUT_WR)  # the server hears an end, and ends, too
+        halved.hang_up()
         eventually(lambda: halved.link.broken is not None)
         with pytest.raises(LinkBroken):
             halved.link.draw(4, 1.0, served.layout).result(SECONDS)
-
-
-def test_a_signal_handler_amid_a_request_sends_nothing_into_it():
-    with Served() as served:
-        served.link._sender = threading.get_ident()
-        assert served.link.halfway
-        way = Way(ShardLink, "shard", None, [0])
-        way._link = served.link
-        assert way.link() is None  # the shard is called through Ray
-        served.link._sender = 0
-        assert way.link() is served.link

@@ -135,7 +135,7 @@ class InterruptedShards(LocalShards):
     def refresh(self):
         pass
 
-    local = SimpleNamespace(try_attach=lambda wait: False)
+    local = SimpleNamespace(try_attach=lambda wait: False, shard=None)
 
 
 def sampler_over(shards):
@@ -156,7 +156,7 @@ def test_while_no_shard_answers_a_draw_keeps_to_its_timeout_and_asks_now_and_the
     shards = InterruptedShards([50, 20], tr.Prioritized())
     sampler = sampler_over(shards)
     asked = []
-    shards.order = lambda candidates, here=None, room=None: asked.append(candidates) or {}
+    shards.order = lambda candidates, *_: asked.append(candidates) or {}
     with pytest.raises(tr.ReplayTimeout, match="no shard has answered with items for a batch of 8 in time"):
         next(stream_of(sampler, timeout=0.5)) if streamed else sampler.draw(8, None, Wait(shards, 0.5))
     assert 2 < len(asked) < 200
@@ -170,8 +170,8 @@ def test_a_handler_that_draws_in_the_midst_of_a_draw_gets_a_batch_and_no_step_is
     sampler = sampler_over(shards)
     steps, begin = [], sampler.begin
 
-    def watched(n, wait, place=None):
-        steps.append((ordered := begin(n, wait, place)).round.step)
+    def watched(*given, **options):
+        steps.append((ordered := begin(*given, **options)).round.step)
         return ordered
 
     sampler.begin = watched

@@ -86,8 +86,14 @@ class SampleRequest:
         if place is None and not here:
             self._batch = layout.new_batch(n)
         tensors = None if here or self._batch is None else layout.tensors(self._batch)
-        self._draw, self._batch = self._union.draw(n, beta, *name, self._batch, tensors, draws)
-        shards.rounds += 1
+        try:
+            self._draw, self._batch = self._union.draw(n, beta, *name, self._batch, tensors, draws)
+            shards.rounds += 1
+        except RuntimeError:
+            if shards.union_now is self._union:  # else another thread has let go of the shard here
+                raise
+            self._union = None
+            self._order()
 
     def _order(self) -> None:
         """Asks each shard by itself."""

@@ -43,6 +43,9 @@ REPORT_SECONDS: Final = 0.1
 NEWS_SECONDS: Final = 0.5
 """The same where nobody waits for them: the limiter divides nothing. Each takes a learner a millisecond."""
 
+LOOK_SECONDS: Final = 0.1
+"""Seconds between two looks whether the process of the shard here is alive."""
+
 ANSWER_SECONDS: Final = 0.02
 """Seconds for which who waits for items waits for an answer of the coordinator's, before it looks around again."""
 
@@ -83,6 +86,7 @@ class ShardClient:
         # What they have said since to the native core, not looked into yet, and how it reaches all of them.
         self._said: dict[int, bytes] = {}
         self._heard_stop = False  # with items
+        self._seen_at = 0.0  # when the shard here was seen to be alive
         self._union: tuple[ShardTable, LocalShard | None, _C.UnionShards] | None = None
         # What was where when the coordinator said so last; at first nothing, until it has answered.
         self.table = ShardTable({}, Rule(MinSize()))
@@ -336,6 +340,12 @@ class ShardClient:
         """
         self.coordinator.require_own_process()
         table, here = self.table, self.local.shard
+        now = time.monotonic()
+        if here is not None and now - self._seen_at >= LOOK_SECONDS:
+            self._seen_at = now
+            if not here.alive:  # its memory is there for as long as somebody has it
+                self._union = None
+                return None
         if self._union is not None:
             known, shard, union = self._union
             if known is table and shard is here and union.is_whole():
