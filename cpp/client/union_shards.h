@@ -57,7 +57,8 @@ struct RowsHere {
 // of the later ones is.
 class DrawsHere {
  public:
-  explicit DrawsHere(const std::shared_ptr<Learner>& learner) : learner_(learner), stream_(learner, 1) {}
+  explicit DrawsHere(const std::shared_ptr<Learner>& learner)
+      : learner_(learner), attachment_(learner->require_open()), stream_(learner, 1) {}
 
   bool is_closed() const { return closed_; }
   void order(RowsHere rows, int threads) { stream_.order(0.0, std::move(rows), threads); }
@@ -78,6 +79,7 @@ class DrawsHere {
 
  private:
   std::shared_ptr<Learner> learner_;
+  std::shared_ptr<Attachment> attachment_;  // its memory outlives the thread
   PrefetchStream<RowsHere> stream_;
   bool closed_ = false;
 };

@@ -247,6 +247,7 @@ class ShardClient:
 
     def release(self) -> None:
         """Lets go of the shards that this process reads and writes."""
+        self._union = None
         self._keep_ways(())
         self.local.release()
         self.remote.release()
