@@ -14,6 +14,7 @@
 #include "draw/union_draw.h"
 #include "prefetch/prefetch_queue.h"
 #include "wire/reply.h"
+#include "write/participants.h"
 
 namespace torchreplay {
 
@@ -38,6 +39,10 @@ inline DrawnFrom drawn_there(const char* head) {
 class UnionRound : public Awaiting, public DrawListener {
  public:
   explicit UnionRound(UnionDraw draw) : draw_(std::move(draw)) {}
+
+  // False in a forked child: a thread that it has not got may have been at it. Nothing else may be called there, not
+  // even the destructor.
+  bool here() const { return generation_ == fork_generation.load(std::memory_order_relaxed); }
 
   // The batch's memory, which stays until abandon(). Called first.
   void set_batch(std::vector<UnionDraw::Output> batch) { batch_ = std::move(batch); }
@@ -71,7 +76,6 @@ class UnionRound : public Awaiting, public DrawListener {
   void abandon() {
     const std::lock_guard guard(mutex_);
     abandoned_ = true;
-    replies_.clear();
   }
 
   // Once all replies are there.
@@ -133,6 +137,7 @@ class UnionRound : public Awaiting, public DrawListener {
     if (part.tree.total > 0) parts.push_back(part);
   }
 
+  const uint64_t generation_ = fork_generation.load(std::memory_order_relaxed);
   std::mutex mutex_;  // guards what follows
   UnionDraw draw_;
   std::vector<UnionDraw::Output> batch_;

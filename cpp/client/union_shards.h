@@ -192,8 +192,8 @@ class UnionShards {
     return true;
   }
 
-  // Feeds TD errors back to the shards of these keys of the union, each to its own. nullopt: nothing is sent, as a
-  // shard is not known, or not to have such a row.
+  // Feeds TD errors back for these keys of the union, each to its own shard. nullopt: nothing is sent, since one is not
+  // known, or has no such row.
   std::optional<std::vector<Sent>> feed_back(const Feedback& feedback) {
     std::vector<Feedback> parts(shards_.size());
     constexpr int64_t kOwn = (int64_t{1} << kShardKeyBits) - 1;

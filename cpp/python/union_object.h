@@ -6,14 +6,13 @@
 #include "client/union_shards.h"
 #include "python/array_view.h"
 #include "python/reply_object.h"
-#include "write/participants.h"
 
 namespace torchreplay::py {
 
 struct UnionDrawObject {
-  // A thread that a forked child has not got may have been at it.
   ~UnionDrawObject() {
-    if (generation == fork_generation.load(std::memory_order_relaxed))
+    if (draws) draws->close();  // nobody takes what it has ordered there
+    if (round->here())
       round->abandon();
     else
       new std::shared_ptr<UnionRound>(round);
@@ -24,7 +23,6 @@ struct UnionDrawObject {
   std::shared_ptr<UnionRound> round;
   std::shared_ptr<Exchange> exchange;  // of its replies
   std::shared_ptr<DrawsHere> draws;    // of what is drawn here, until it is taken
-  uint64_t generation = fork_generation.load(std::memory_order_relaxed);
 };
 
 namespace union_draw {

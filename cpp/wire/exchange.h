@@ -26,7 +26,7 @@
 
 namespace torchreplay {
 
-// Who waits for a reply sends and receives itself, if nobody else does: to wake a thread takes longer than that. A
+// A caller that waits for a reply sends and receives itself, if nobody else does: to wake a thread takes longer. A
 // caller that is away between its calls, as a learner that computes, leaves that to a thread: sending takes it longer
 // than handing over. A forked child has none of it: nothing may be called there but here().
 class Exchange {

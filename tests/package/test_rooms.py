@@ -10,7 +10,7 @@ from paths import ROOT
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 FLOORS = (
     {"system"},
-    {"tree", "locking"},
+    {"tree", "locking", "wire"},
     {"segment"},
     {"write", "absorb"},
     {"session"},
