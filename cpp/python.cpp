@@ -218,10 +218,9 @@ PyObject* make_module() {
   return guarded([&] {
     guard_clients_by_gil();
     Ref m(checked(PyModule_Create(&module)));
-    for (PyType_Spec* spec :
-         {&segment::spec, &importing::spec, &prefetcher::spec, &writer::spec, &weights::spec, &reader::spec,
-          &wire::exchange_spec, &wire::link_spec, &wire::reply_spec, &union_draw::spec, &union_shards::spec,
-          &union_shards::draws_spec}) {
+    for (PyType_Spec* spec : {&segment::spec, &importing::spec, &prefetcher::spec, &writer::spec, &weights::spec,
+                              &reader::spec, &wire::exchange_spec, &wire::link_spec, &wire::reply_spec,
+                              &union_draw::spec, &union_shards::spec, &union_shards::draws_spec}) {
       Ref type(checked(PyType_FromSpec(spec)));
       if (spec == &union_draw::spec) union_draw::type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type.get()));
       if (spec == &wire::reply_spec) wire::reply_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type.get()));

@@ -11,7 +11,10 @@ namespace torchreplay::py {
 
 struct UnionDrawObject {
   ~UnionDrawObject() {
-    if (draws) draws->close();  // nobody takes what it has ordered there
+    try {
+      if (draws) draws->close();  // nobody takes what it has ordered there
+    } catch (...) {               // another thread is at that
+    }
     if (round->here())
       round->abandon();
     else
@@ -109,8 +112,7 @@ inline PyObject* expect(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     std::vector<std::shared_ptr<Reply>> replies;
     const Py_ssize_t count = PyList_Size(args[0]);
     if (count < 0) throw PythonError{};
-    for (Py_ssize_t i = 0; i < count; i++)
-      replies.push_back(state_of<ReplyObject>(PyList_GetItem(args[0], i)).reply);
+    for (Py_ssize_t i = 0; i < count; i++) replies.push_back(state_of<ReplyObject>(PyList_GetItem(args[0], i)).reply);
     std::optional<Candidates> here;
     std::deque<ArrayView> views;
     if (args[1] != Py_None) here = candidates_of(args[1], views, *s.round);
@@ -128,8 +130,7 @@ inline PyObject* make(PyObject* self, PyObject* list) {
     const Py_ssize_t count = PyList_Size(list);
     if (count < 0) throw PythonError{};
     if (count == 0) return false;
-    for (Py_ssize_t i = 0; i < count; i++)
-      parts.push_back(candidates_of(PyList_GetItem(list, i), views, *s.round));
+    for (Py_ssize_t i = 0; i < count; i++) parts.push_back(candidates_of(PyList_GetItem(list, i), views, *s.round));
     const Unlocked others;
     return s.round->make(parts);
   });

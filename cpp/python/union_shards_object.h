@@ -54,8 +54,8 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
       shards.push_back({number, link == Py_None ? nullptr : state_of<LinkObject>(link).link});
     }
     if (shards.empty()) throw std::invalid_argument("there are no shards");
-    state->shards = std::make_unique<UnionShards>(state_of<ExchangeObject>(exchange).shared, places,
-                                                  std::move(shards), std::move(learner), largest);
+    state->shards = std::make_unique<UnionShards>(state_of<ExchangeObject>(exchange).shared, places, std::move(shards),
+                                                  std::move(learner), largest);
     install(self, state.release());
     return Py_NewRef(Py_None);
   }));
@@ -90,8 +90,8 @@ inline PyObject* draw(PyObject* self, PyObject* args) {
     const std::vector<int64_t> counts = s.shards->asked(n, slack);
     Ref object(checked(PyType_GenericAlloc(union_draw::type, 0)));
     auto state = std::make_unique<UnionDrawObject>();
-    state->round = std::make_shared<UnionRound>(
-        UnionDraw(n, beta, union_draw::weights_named(weights), seed, stream, step));
+    state->round =
+        std::make_shared<UnionRound>(UnionDraw(n, beta, union_draw::weights_named(weights), seed, stream, step));
     state->exchange = s.shards->exchange();
     BatchPointers pointers;
     int threads = 1;
@@ -162,15 +162,16 @@ inline PyObject* replies(PyObject* self, PyObject* draw) {
     for (size_t i = 0; i < of.size(); i++) {
       if (!of[i]) continue;
       const Ref reply(wire::make_reply(s.shards->exchange(), of[i]));
-      const Ref entry(checked(Py_BuildValue("(LO)", static_cast<long long>(s.shards->shards()[i].number), reply.get())));
+      const Ref entry(
+          checked(Py_BuildValue("(LO)", static_cast<long long>(s.shards->shards()[i].number), reply.get())));
       if (PyList_Append(list.get(), entry.get())) throw PythonError{};
     }
     return Py_NewRef(list.get());
   });
 }
 
-// feed_back(keys, td) -> [(number, how many, Reply)]: TD errors are on their way to other nodes, and applied here. None:
-// nothing was done, as something is wrong with them, or a shard is not among these.
+// feed_back(keys, td) -> [(number, how many, Reply)]: TD errors are on their way to other nodes, and applied here.
+// None: nothing was done, as something is wrong with them, or a shard is not among these.
 inline PyObject* feed_back(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return method<Object>(self, [&](Object& s) {
     expect_args("feed_back", nargs, 2);
@@ -209,18 +210,20 @@ inline PyType_Slot draws_slots[] = {{Py_tp_init, reinterpret_cast<void*>(init_dr
                                     {0, nullptr}};
 inline PyType_Spec draws_spec = type_spec<DrawsHereObject>("torchreplay._C.DrawsHere", draws_slots);
 
-inline PyMethodDef methods[] = {
-    {"draw", draw, METH_VARARGS, nullptr},
-    {"take_in", take_in, METH_O, nullptr},
-    {"reports", reports, METH_O, nullptr},
-    {"replies", replies, METH_O, nullptr},
-    {"feed_back", fast(feed_back), METH_FASTCALL, nullptr},
-    {"is_whole", plain_method<Object, [](Object& s) {
-       require_here(s.shards->exchange());
-       const Unlocked others;
-       return s.shards->is_whole();
-     }>, METH_NOARGS, nullptr},
-    {nullptr, nullptr, 0, nullptr}};
+inline PyMethodDef methods[] = {{"draw", draw, METH_VARARGS, nullptr},
+                                {"take_in", take_in, METH_O, nullptr},
+                                {"reports", reports, METH_O, nullptr},
+                                {"replies", replies, METH_O, nullptr},
+                                {"feed_back", fast(feed_back), METH_FASTCALL, nullptr},
+                                {"is_whole",
+                                 plain_method<Object,
+                                              [](Object& s) {
+                                                require_here(s.shards->exchange());
+                                                const Unlocked others;
+                                                return s.shards->is_whole();
+                                              }>,
+                                 METH_NOARGS, nullptr},
+                                {nullptr, nullptr, 0, nullptr}};
 inline PyGetSetDef getset[] = {
     {"drawable", attribute<Object, [](Object& s) { return s.shards->drawable(); }>, nullptr, nullptr, nullptr},
     {"largest", attribute<Object, [](Object& s) { return s.shards->largest(); }>, nullptr, nullptr, nullptr},

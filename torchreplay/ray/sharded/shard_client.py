@@ -96,11 +96,14 @@ class ShardClient:
     @property
     def figures(self) -> Mapping[int, ShardReport]:
         """What each shard said last, by number; an older answer changes nothing. It is never changed."""
+        self._look_into()
+        return self._figures
+
+    def _look_into(self) -> None:
         if self._said:
             with self._lock:
                 said, self._said = self._said, {}
                 self._note({number: (read_report(head), None) for number, head in said.items()})
-        return self._figures
 
     @property
     def limiter(self) -> LearnerLimiter:
@@ -362,6 +365,7 @@ class ShardClient:
                     return None
                 shards.append((number, None if link is None else link.native))
         segment = None if here is None else here.segment
+        self._look_into()  # for the largest priority
         union = _C.UnionShards(self.connections, shards, segment, PLACES, self.limiter.largest)
         self._union = table, here, union
         return union
