@@ -222,8 +222,8 @@ class Exchange {
       }
       lock.lock();
       interrupted = ready < 0;
-      for (size_t i = 0; ready > 0 && i < links.size(); i++)
-        if (polled[i + 1].revents & (POLLIN | POLLERR | POLLHUP)) receive(lock, links[i]);
+      for (size_t i = 0; ready > 0 && i < links.size(); i++)  // one that cannot send any more may still have bytes
+        if (links[i]->broken.empty() && polled[i + 1].revents & (POLLIN | POLLERR | POLLHUP)) receive(lock, links[i]);
       if (interrupted || done()) break;
     }
     busy_ = false;
