@@ -74,14 +74,11 @@ class Exchange {
       request.reply->ahead = away;
       ahead_ += away;
     }
-    if (away) {
-      start();
-    } else if (!busy_) {
+    if (!away && !busy_) {
       busy_ = true;
       for (const Request& request : requests) send(lock, request.link);
       busy_ = false;
       news_.notify_all();
-      if (has_work()) start();
     }
     set_going();
   }
@@ -160,12 +157,12 @@ class Exchange {
     return ahead_ > 0 || std::ranges::any_of(links_, [](const auto& link) { return !link->requests.empty(); });
   }
 
-  // Has somebody go on with what is to be done. The mutex is held.
+  // Has somebody go on with what is to be done. Whoever is at it calls this in the end. The mutex is held.
   void set_going() {
-    if (busy_)
-      poke();
-    else if (running_ && !dozing_ && has_work())
-      work_.notify_one();
+    if (busy_) return poke();
+    if (!has_work()) return;
+    start();
+    if (!dozing_) work_.notify_one();
   }
 
   void poke() const {
