@@ -114,12 +114,12 @@ class Exchange {
 
   // Ends a connection: no reply comes any more.
   void close(const std::shared_ptr<Link>& link) {
-    shutdown(link->socket(), SHUT_RDWR);
     std::unique_lock lock(mutex_);
-    link->closing = true;
+    link->closing = true;  // first: whoever receives finds the end
+    shutdown(link->socket(), SHUT_RDWR);
     while (link->broken.empty()) {
       if (!busy_) {
-        fail(lock, link, "the connection was closed");
+        fail(lock, link, "");
       } else {
         poke();
         news_.wait_for(lock, std::chrono::milliseconds(20), [&] { return !link->broken.empty() || !busy_; });
@@ -257,7 +257,7 @@ class Exchange {
       why = error.what();
     }
     lock.lock();
-    if (!why.empty()) fail(lock, link, link->closing ? "the connection was closed" : why);
+    if (!why.empty()) fail(lock, link, why);
   }
 
   // Whoever awaits it learns that it is there. The mutex is not held.
@@ -280,7 +280,7 @@ class Exchange {
   }
 
   void fail(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Link>& link, const std::string& why) {
-    if (link->broken.empty()) link->broken = why;
+    if (link->broken.empty()) link->broken = link->closing ? "the connection was closed" : why;
     shutdown(link->socket(), SHUT_RDWR);
     std::erase(links_, link);
     link->requests.clear();
