@@ -100,7 +100,8 @@ class Exchange {
     return reply.is_there();
   }
 
-  // Why nothing comes through a connection any more; "" while it does. It is looked for where nobody waits for anything.
+  // Why nothing comes through a connection any more; "" while it does. It is looked for where nobody waits for
+  // anything.
   std::string broken(const std::shared_ptr<Link>& link) {
     std::unique_lock lock(mutex_);
     if (link->broken.empty() && link->replies.empty() && !busy_) {

@@ -47,9 +47,9 @@ class Link {
   int socket() const { return socket_.get(); }
 
   // Guarded.
-  std::deque<std::string> requests;             // not sent yet
+  std::deque<std::string> requests;            // not sent yet
   std::deque<std::shared_ptr<Reply>> replies;  // of all requests that have none
-  std::string broken;                           // why nothing comes through any more; "" while it does
+  std::string broken;                          // why nothing comes through any more; "" while it does
   bool closing = false;
 
   // Sends what goes out now. The mutex is held, but not while it sends. Throws LinkEnded.

@@ -36,8 +36,7 @@ class Body {
  public:
   Body() = default;
   explicit Body(uint64_t bytes) : block_(Block::make_alike(bytes, 1)), bytes_(bytes) {}
-  Body(Body&& other) noexcept
-      : block_(std::exchange(other.block_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  Body(Body&& other) noexcept : block_(std::exchange(other.block_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
   Body& operator=(Body&& other) noexcept {
     std::swap(block_, other.block_);
     std::swap(bytes_, other.bytes_);
