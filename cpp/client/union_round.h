@@ -62,7 +62,7 @@ class UnionRound : public Awaiting, public DrawListener {
     {
       const std::lock_guard guard(mutex_);
       if (here) here_ = here;
-      replies_ = std::move(replies);
+      if (!abandoned_) replies_ = std::move(replies);  // or they would keep each other: a reply has whom it is told
     }
     one_is_there();
   }
@@ -74,9 +74,15 @@ class UnionRound : public Awaiting, public DrawListener {
     replies_.clear();
   }
 
-  // Once all replies are there.
-  const std::vector<std::shared_ptr<Reply>>& replies() const { return replies_; }
-  DrawnFrom drawn_here() const { return here_ ? here_->tree : DrawnFrom{}; }
+  // What was expected; nothing once it is abandoned, which another thread may do meanwhile.
+  std::vector<std::shared_ptr<Reply>> replies() const {
+    const std::lock_guard guard(mutex_);
+    return replies_;
+  }
+  DrawnFrom drawn_here() const {
+    const std::lock_guard guard(mutex_);
+    return here_ ? here_->tree : DrawnFrom{};
+  }
 
   // Whether all is there that it waits for. It waits so long at most.
   bool is_done(int64_t ns = 0) {
@@ -133,7 +139,7 @@ class UnionRound : public Awaiting, public DrawListener {
     if (part.tree.total > 0) parts.push_back(part);
   }
 
-  std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards what follows
   UnionDraw draw_;
   std::vector<UnionDraw::Output> batch_;
   std::optional<Candidates> here_;

@@ -113,9 +113,8 @@ class UnionShards {
 
   // Whether all connections are there.
   bool is_whole() const {
-    return std::ranges::all_of(shards_, [&](const Shard& shard) {
-      return !shard.link || exchange_->broken(shard.link).empty();
-    });
+    return std::ranges::all_of(
+        shards_, [&](const Shard& shard) { return !shard.link || exchange_->broken(shard.link).empty(); });
   }
 
   // Items that can be drawn, as far as is known.
@@ -132,8 +131,8 @@ class UnionShards {
     std::vector<int64_t> counts(shards_.size(), n);
     if (shards_.size() == 1 || whole <= 0) return counts;
     for (size_t i = 0; i < shards_.size(); i++)
-      counts[i] = std::min(
-          n, static_cast<int64_t>(static_cast<double>(n) * (shards_[i].tree.total / whole) * (1 + slack)) + 3);
+      counts[i] =
+          std::min(n, static_cast<int64_t>(static_cast<double>(n) * (shards_[i].tree.total / whole) * (1 + slack)) + 3);
     return counts;
   }
 
@@ -169,7 +168,7 @@ class UnionShards {
 
   // Takes in what the shards have said, once all is there. False: one has said more than that, or its answer is lost.
   bool take_in(const UnionRound& round, bool& stopped) {
-    const std::vector<std::shared_ptr<Reply>>& replies = round.replies();
+    const std::vector<std::shared_ptr<Reply>> replies = round.replies();
     for (size_t i = 0; i < shards_.size() && i < replies.size(); i++) {
       Shard& shard = shards_[i];
       if (!replies[i]) {
