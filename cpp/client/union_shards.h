@@ -230,7 +230,7 @@ class UnionShards {
     Attachment& attachment = *here_->require_open();
     Header& header = attachment.memory().header();
     if (!header.sampler.prioritized) return;
-    const double here = static_cast<double>(std::atomic_ref<float>(header.max_raw).load(std::memory_order_relaxed));
+    const double here = static_cast<double>(header.largest_raw());
     if (largest_ > here) attachment.raise_largest(static_cast<float>(largest_));
     largest_ = std::max(largest_, here);
   }
