@@ -3,11 +3,12 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <boost/test/unit_test.hpp>
 #include <cmath>
 #include <cstring>
+#include <deque>
 #include <functional>
+#include <latch>
 #include <limits>
 #include <mutex>
 #include <thread>
@@ -303,12 +304,11 @@ BOOST_AUTO_TEST_CASE(a_batch_is_made_once_when_all_comes_from_several_threads) {
   const Drawn expected = expected_of_round();
   for (int round = 0; round < 200; round++) {
     Round r;
-    std::atomic<int> ready{0};
+    std::latch begin(4);
     std::vector<std::unique_ptr<Aside>> threads;
     for (const auto& event : r.events())
-      threads.push_back(std::make_unique<Aside>([&ready, event] {
-        ready++;
-        while (ready < 4) std::this_thread::yield();
+      threads.push_back(std::make_unique<Aside>([&begin, event] {
+        begin.arrive_and_wait();
         event();
       }));
     BOOST_TEST(r.round->is_done(20 * kSecond));
@@ -320,16 +320,14 @@ BOOST_AUTO_TEST_CASE(a_batch_is_made_once_when_all_comes_from_several_threads) {
 BOOST_AUTO_TEST_CASE(nothing_is_written_to_a_batch_that_is_abandoned_while_all_comes) {
   for (int round = 0; round < 200; round++) {
     Round r;
-    std::atomic<int> ready{0};
+    std::latch begin(5);
     std::vector<std::unique_ptr<Aside>> threads;
     for (const auto& event : r.events())
-      threads.push_back(std::make_unique<Aside>([&ready, event] {
-        ready++;
-        while (ready < 5) std::this_thread::yield();
+      threads.push_back(std::make_unique<Aside>([&begin, event] {
+        begin.arrive_and_wait();
         event();
       }));
-    ready++;
-    while (ready < 5) std::this_thread::yield();
+    begin.arrive_and_wait();
     for (int i = 0; i < round % 8; i++) static_cast<void>(r.round->replies());
     r.round->abandon();
     const Drawn before = r.batch;
