@@ -137,7 +137,7 @@ class InitialLeaf {
       return held > 0 ? held : default_;
     }
     if (priority > header_.max_raw) {
-      header_.max_raw = priority;
+      header_.set_largest_raw(priority);
       TORCHREPLAY_FAULT("priority.largest");
       refresh();
     }

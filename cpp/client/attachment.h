@@ -235,8 +235,8 @@ class Attachment {
   // Items without a priority of their own count as at least this much from now on, as if it had been seen here.
   void raise_largest(float priority) {
     change([&](SegmentLock&) {
-      float& largest = memory_->header().max_raw;
-      largest = std::max(largest, priority);
+      Header& h = memory_->header();
+      h.set_largest_raw(std::max(h.max_raw, priority));
     });
   }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <cmath>
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
@@ -24,6 +25,9 @@ struct DrawnThere {
   int64_t drawable;
   double smallest, beta;
   int64_t given;
+
+  // Whether a tree can be so.
+  bool is_sound() const { return std::isfinite(total) && total >= 0 && drawable >= 0 && given >= 0; }
 };
 
 inline DrawnThere read_drawn(const char* head) {
@@ -67,7 +71,7 @@ class UnionRound : public Awaiting, public DrawListener {
     {
       const std::lock_guard guard(mutex_);
       if (here) here_ = here;
-      replies_ = std::move(replies);
+      if (!abandoned_) replies_ = std::move(replies);  // or they would keep each other: a reply has whom it is told
     }
     one_is_there();
   }
@@ -76,11 +80,18 @@ class UnionRound : public Awaiting, public DrawListener {
   void abandon() {
     const std::lock_guard guard(mutex_);
     abandoned_ = true;
+    replies_.clear();
   }
 
-  // Once all replies are there.
-  const std::vector<std::shared_ptr<Reply>>& replies() const { return replies_; }
-  DrawnFrom drawn_here() const { return here_ ? here_->tree : DrawnFrom{}; }
+  // What was expected; nothing once it is abandoned, which another thread may do meanwhile.
+  std::vector<std::shared_ptr<Reply>> replies() const {
+    const std::lock_guard guard(mutex_);
+    return replies_;
+  }
+  DrawnFrom drawn_here() const {
+    const std::lock_guard guard(mutex_);
+    return here_ ? here_->tree : DrawnFrom{};
+  }
 
   // Whether all is there that it waits for. It waits so long at most.
   bool is_done(int64_t ns = 0) {
@@ -120,8 +131,9 @@ class UnionRound : public Awaiting, public DrawListener {
       for (const auto& reply : replies_) {
         if (!reply) continue;
         if (!reply->lost.empty() || !reply->text.empty()) return;
-        const int64_t given = read_drawn(reply->head.data()).given;
-        if (given < 0 || reply->body.bytes() != (given ? block_bytes(given) : 0)) return;
+        const DrawnThere there = read_drawn(reply->head.data());
+        const int64_t given = there.given;
+        if (!there.is_sound() || reply->body.bytes() != (given ? block_bytes(given) : 0)) return;
         add(parts, {drawn_there(reply->head.data()), given, reply->body.data()});
       }
       if (parts.empty() || !draw_.suffices(parts)) return;
@@ -138,7 +150,7 @@ class UnionRound : public Awaiting, public DrawListener {
   }
 
   const uint64_t generation_ = fork_generation.load(std::memory_order_relaxed);
-  std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards what follows
   UnionDraw draw_;
   std::vector<UnionDraw::Output> batch_;
   std::optional<Candidates> here_;

@@ -10,6 +10,7 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -61,7 +62,10 @@ class DrawsHere {
       : learner_(learner), attachment_(learner->require_open()), stream_(learner, 1) {}
 
   bool is_closed() const { return closed_; }
-  void order(RowsHere rows, int threads) { stream_.order(0.0, std::move(rows), threads); }
+  void order(RowsHere rows, int threads) {
+    if (closed_) throw std::logic_error("these draws have ended");
+    stream_.order(0.0, std::move(rows), threads);
+  }
   // Takes the oldest, in so long at most. False: it is not drawn.
   bool take(int64_t ns) {
     if (learner_->closed()) close();  // this process has let go of the shard
@@ -172,7 +176,7 @@ class UnionShards {
 
   // Takes in what the shards have said, once all is there. False: one has said more than that, or its answer is lost.
   bool take_in(const UnionRound& round, bool& stopped) {
-    const std::vector<std::shared_ptr<Reply>>& replies = round.replies();
+    const std::vector<std::shared_ptr<Reply>> replies = round.replies();
     for (size_t i = 0; i < shards_.size() && i < replies.size(); i++) {
       Shard& shard = shards_[i];
       if (!replies[i]) {
@@ -181,6 +185,7 @@ class UnionShards {
       }
       if (!replies[i]->lost.empty() || !replies[i]->text.empty()) return false;
       const char* const head = replies[i]->head.data();
+      if (!read_drawn(head).is_sound()) return false;
       shard.tree = drawn_there(head);
       std::memcpy(&shard.rows_written, head + places_.rows_written, sizeof shard.rows_written);
       double largest;
@@ -234,7 +239,7 @@ class UnionShards {
     Attachment& attachment = *here_->require_open();
     Header& header = attachment.memory().header();
     if (!header.sampler.prioritized) return;
-    const double here = static_cast<double>(std::atomic_ref<float>(header.max_raw).load(std::memory_order_relaxed));
+    const double here = static_cast<double>(header.largest_raw());
     if (largest_ > here) attachment.raise_largest(static_cast<float>(largest_));
     largest_ = std::max(largest_, here);
   }

@@ -106,8 +106,8 @@ class PriorityUpdater {
     }
     if (!h.sampler.prioritized) return;
     const DirtyScope dirty(h, Dirty::kTree);
-    h.max_raw = std::max(h.max_raw,
-                         static_cast<float>(std::min(max_raw, static_cast<double>(std::numeric_limits<float>::max()))));
+    const auto largest = static_cast<float>(std::min(max_raw, static_cast<double>(std::numeric_limits<float>::max())));
+    h.set_largest_raw(std::max(h.max_raw, largest));
     TORCHREPLAY_FAULT("update.largest");
     kill_fence();
     tree.set(index_.data(), leaf_.data(), static_cast<int>(applied));

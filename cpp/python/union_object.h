@@ -174,7 +174,7 @@ inline void abandon(UnionDrawObject& s) {
 }
 
 inline bool is_there(UnionDrawObject& s) {
-  const auto& replies = s.round->replies();
+  const auto replies = s.round->replies();
   const bool come = std::ranges::all_of(replies, [](const auto& reply) { return !reply || reply->is_there(); });
   return come && (s.round->is_done() || (s.draws && s.draws->is_closed()));
 }

@@ -141,7 +141,7 @@ inline PyObject* take_in(PyObject* self, PyObject* draw) {
 // reports(draw) -> [(number, head)] of the shards that have sent their items for it.
 inline PyObject* reports(PyObject* self, PyObject* draw) {
   return method<Object>(self, [&](Object& s) {
-    const auto& replies = state_of<UnionDrawObject>(draw).round->replies();
+    const auto replies = state_of<UnionDrawObject>(draw).round->replies();
     const Ref list(checked(PyList_New(0)));
     for (size_t i = 0; i < replies.size(); i++) {
       if (!replies[i] || !replies[i]->lost.empty()) continue;
@@ -157,7 +157,7 @@ inline PyObject* reports(PyObject* self, PyObject* draw) {
 // replies(draw) -> [(number, Reply)] of those that come over connections.
 inline PyObject* replies(PyObject* self, PyObject* draw) {
   return method<Object>(self, [&](Object& s) {
-    const auto& of = state_of<UnionDrawObject>(draw).round->replies();
+    const auto of = state_of<UnionDrawObject>(draw).round->replies();
     const Ref list(checked(PyList_New(0)));
     for (size_t i = 0; i < of.size(); i++) {
       if (!of[i]) continue;

@@ -237,6 +237,14 @@ struct Header {
   std::atomic<uint64_t> publisher;
 
   const LimiterConfig& limiter() const { return limiters[limiter_index & 1]; }
+
+  // `max_raw` as others may read it, who have not got the mutex, and as its holder writes it for them.
+  float largest_raw() const {
+    float largest;
+    __atomic_load(&max_raw, &largest, __ATOMIC_RELAXED);
+    return largest;
+  }
+  void set_largest_raw(float largest) { __atomic_store(&max_raw, &largest, __ATOMIC_RELAXED); }
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 

@@ -108,7 +108,7 @@ class Recovery {
     TORCHREPLAY_FAULT("import.seen");
     void_empty_slots(header_.import_head);
     const Counts& c = header_.imported;
-    header_.max_raw = std::max(header_.max_raw, c.max_raw);
+    header_.set_largest_raw(std::max(header_.max_raw, c.max_raw));
     header_.sampled = c.sampled;
     header_.updated = c.updated;
     header_.stale_updates = c.stale_updates;

@@ -143,7 +143,7 @@ class SegmentLock {
       if (slot) let_others_in();
       absorber.clear(slot, std::min(memory_.capacity(), slot + Absorber::kChunk), end);
     }
-    header_.max_raw = 1;
+    header_.set_largest_raw(1);
     restart_limiter(header_, static_cast<uint64_t>(memory_.tree().count()));
     header_.admission_begun = 0;  // whoever holds an item that has gone gives nothing back
     TORCHREPLAY_FAULT("clear.over");

@@ -74,14 +74,9 @@ class Exchange {
       request.reply->ahead = away;
       ahead_ += away;
     }
-    if (away) {
-      start();
-    } else if (!busy_) {
-      busy_ = true;
+    if (!away && !busy_) {
+      const Carrier carrier(*this, lock);
       for (const Request& request : requests) send(lock, request.link);
-      busy_ = false;
-      news_.notify_all();
-      if (has_work()) start();
     }
     set_going();
   }
@@ -118,12 +113,12 @@ class Exchange {
 
   // Ends a connection: no reply comes any more.
   void close(const std::shared_ptr<Link>& link) {
-    shutdown(link->socket(), SHUT_RDWR);
     std::unique_lock lock(mutex_);
-    link->closing = true;
+    link->closing = true;  // first: whoever receives finds the end
+    shutdown(link->socket(), SHUT_RDWR);
     while (link->broken.empty()) {
       if (!busy_) {
-        fail(lock, link, "the connection was closed");
+        fail(lock, link, "");
       } else {
         poke();
         news_.wait_for(lock, std::chrono::milliseconds(20), [&] { return !link->broken.empty() || !busy_; });
@@ -155,18 +150,36 @@ class Exchange {
     Exchange& exchange_;
   };
 
+  // The thread that sends and receives. The mutex is held when it begins.
+  class Carrier {
+   public:
+    Carrier(Exchange& exchange, std::unique_lock<std::mutex>& lock) : exchange_(exchange), lock_(lock) {
+      exchange.busy_ = true;
+    }
+    ~Carrier() {
+      if (!lock_.owns_lock()) lock_.lock();
+      exchange_.busy_ = false;
+      exchange_.news_.notify_all();
+    }
+    Carrier(const Carrier&) = delete;
+
+   private:
+    Exchange& exchange_;
+    std::unique_lock<std::mutex>& lock_;
+  };
+
   bool is_away() const { return monotonic_ns() < away_until_; }
 
   bool has_work() const {
     return ahead_ > 0 || std::ranges::any_of(links_, [](const auto& link) { return !link->requests.empty(); });
   }
 
-  // Has somebody go on with what is to be done. The mutex is held.
+  // Has somebody go on with what is to be done. Whoever is at it calls this in the end. The mutex is held.
   void set_going() {
-    if (busy_)
-      poke();
-    else if (running_ && !dozing_ && has_work())
-      work_.notify_one();
+    if (busy_) return poke();
+    if (!has_work()) return;
+    start();
+    if (!dozing_) work_.notify_one();
   }
 
   void poke() const {
@@ -194,7 +207,10 @@ class Exchange {
       dozing_ = false;
       if (ending_) return;
       if (busy_) continue;
-      carry(lock, kSliceNs, [&] { return ending_ || !has_work(); });
+      try {
+        carry(lock, kSliceNs, [&] { return ending_ || !has_work(); });
+      } catch (const std::bad_alloc&) {  // there may be memory later
+      }
     }
   }
 
@@ -202,7 +218,7 @@ class Exchange {
   // a signal has come, whose handler is first.
   template <class Done>
   bool carry(std::unique_lock<std::mutex>& lock, int64_t ns, const Done& done) {
-    busy_ = true;
+    const Carrier carrier(*this, lock);
     bool interrupted = false;
     const int64_t until = monotonic_ns() + ns;
     std::vector<std::shared_ptr<Link>> links;
@@ -223,12 +239,10 @@ class Exchange {
       }
       lock.lock();
       interrupted = ready < 0;
-      for (size_t i = 0; ready > 0 && i < links.size(); i++)
-        if (polled[i + 1].revents & (POLLIN | POLLERR | POLLHUP)) receive(lock, links[i]);
+      for (size_t i = 0; ready > 0 && i < links.size(); i++)  // one that cannot send any more may still have bytes
+        if (links[i]->broken.empty() && polled[i + 1].revents & (POLLIN | POLLERR | POLLHUP)) receive(lock, links[i]);
       if (interrupted || done()) break;
     }
-    busy_ = false;
-    news_.notify_all();
     return !interrupted;
   }
 
@@ -261,7 +275,7 @@ class Exchange {
       why = error.what();
     }
     lock.lock();
-    if (!why.empty()) fail(lock, link, link->closing ? "the connection was closed" : why);
+    if (!why.empty()) fail(lock, link, why);
   }
 
   // Whoever awaits it learns that it is there. The mutex is not held.
@@ -284,7 +298,7 @@ class Exchange {
   }
 
   void fail(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Link>& link, const std::string& why) {
-    if (link->broken.empty()) link->broken = why;
+    if (link->broken.empty()) link->broken = link->closing ? "the connection was closed" : why;
     shutdown(link->socket(), SHUT_RDWR);
     std::erase(links_, link);
     link->requests.clear();

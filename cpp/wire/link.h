@@ -36,6 +36,7 @@ struct AnswerStart {
 
 inline constexpr char kMark[4] = {'t', 'r', 'w', 'r'};
 inline constexpr uint32_t kMostText = 1 << 20;
+inline constexpr uint64_t kMostBody = uint64_t{1} << 40;  // sizes of memory near 2^64 would come round
 
 // What says `guarded` is looked at under the exchange's mutex; the rest is of the thread that sends and receives.
 class Link {
@@ -121,7 +122,8 @@ class Link {
   void advance(const Next& next, const Done& done) {
     switch (part_) {
       case Part::kStart:
-        if (std::memcmp(start_.mark, kMark, sizeof kMark) != 0 || start_.text_bytes > kMostText)
+        if (std::memcmp(start_.mark, kMark, sizeof kMark) != 0 || start_.text_bytes > kMostText ||
+            start_.body_bytes > kMostBody)
           throw LinkEnded("something else than an answer has come");
         reply_ = next();
         if (!reply_) throw LinkEnded("an answer has come that nobody has asked for");
