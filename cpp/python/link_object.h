@@ -14,7 +14,7 @@ struct LinkObject {
     if (exchange->here())
       exchange->close(link);
     else
-      new std::shared_ptr<Exchange>(exchange);
+      leave_to_parent(exchange);
   }
   std::shared_ptr<Exchange> exchange;
   std::shared_ptr<Link> link;

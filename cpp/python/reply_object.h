@@ -7,10 +7,16 @@
 
 namespace torchreplay::py {
 
+// What a forked child has of it is never destroyed: a thread that it has not got may have been at it.
+template <class T>
+void leave_to_parent(const std::shared_ptr<T>& shared) {
+  static_cast<void>(new (std::nothrow) std::shared_ptr<T>(shared));
+}
+
 struct ExchangeObject {
   // A forked child has none of its threads and of its lock, nor may it end the connections.
   ~ExchangeObject() {
-    if (!shared->here()) new std::shared_ptr<Exchange>(shared);
+    if (!shared->here()) leave_to_parent(shared);
   }
   std::shared_ptr<Exchange> shared = std::make_shared<Exchange>();
 };
@@ -22,7 +28,7 @@ inline Exchange& require_here(const std::shared_ptr<Exchange>& exchange) {
 
 struct ReplyObject {
   ~ReplyObject() {
-    if (!exchange->here()) new std::shared_ptr<Exchange>(exchange);
+    if (!exchange->here()) leave_to_parent(exchange);
   }
   std::shared_ptr<Exchange> exchange;
   std::shared_ptr<Reply> reply;

@@ -18,7 +18,7 @@ struct UnionDrawObject {
     if (round->here())
       round->abandon();
     else
-      new std::shared_ptr<UnionRound>(round);
+      leave_to_parent(round);
   }
 
   std::deque<ArrayView> tensors;  // of the batch
@@ -112,6 +112,7 @@ inline PyObject* expect(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     std::vector<std::shared_ptr<Reply>> replies;
     const Py_ssize_t count = PyList_Size(args[0]);
     if (count < 0) throw PythonError{};
+    replies.reserve(static_cast<size_t>(count));
     for (Py_ssize_t i = 0; i < count; i++) replies.push_back(state_of<ReplyObject>(PyList_GetItem(args[0], i)).reply);
     std::optional<Candidates> here;
     std::deque<ArrayView> views;
@@ -130,6 +131,7 @@ inline PyObject* make(PyObject* self, PyObject* list) {
     const Py_ssize_t count = PyList_Size(list);
     if (count < 0) throw PythonError{};
     if (count == 0) return false;
+    parts.reserve(static_cast<size_t>(count));
     for (Py_ssize_t i = 0; i < count; i++) parts.push_back(candidates_of(PyList_GetItem(list, i), views, *s.round));
     const Unlocked others;
     return s.round->make(parts);

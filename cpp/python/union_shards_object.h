@@ -107,6 +107,7 @@ inline PyObject* draw(PyObject* self, PyObject* args) {
         state->batch = Ref::borrow(given);
       }
       std::vector<UnionDraw::Output> batch;
+      batch.reserve(outputs.specs.size() + 3);
       for (size_t o = 0; o < outputs.specs.size(); o++) batch.push_back({pointers.values[o], outputs.specs[o].nbytes});
       batch.push_back({reinterpret_cast<char*>(pointers.keys), 8});
       batch.push_back({reinterpret_cast<char*>(pointers.weight), 4});
