@@ -119,6 +119,14 @@ class UnionShards {
   bool has_learner() const { return here_ != nullptr; }
   double largest() const { return largest_; }
 
+  // Knows of these shards what others knew.
+  void take_over(const UnionShards& others) {
+    for (Shard& shard : shards_)
+      for (const Shard& other : others.shards_)
+        if (other.number == shard.number) shard.tree = other.tree, shard.rows_written = other.rows_written;
+    largest_ = std::max(largest_, others.largest_);
+  }
+
   // Whether all connections are there.
   bool is_whole() const {
     return std::ranges::all_of(
@@ -145,8 +153,8 @@ class UnionShards {
   }
 
   // Asks all shards for candidates at once. `first`: where those of the shard here go, the first rows of the batch, in
-  // their turn of `draws`, where that is given. `memory` keeps the batch.
-  void order(const std::shared_ptr<UnionRound>& round, const std::vector<int64_t>& counts, const BatchPointers& first,
+  // their turn of `draws`, where that is given. `memory` keeps the batch. Returns whether `draws` has an order more.
+  bool order(const std::shared_ptr<UnionRound>& round, const std::vector<int64_t>& counts, const BatchPointers& first,
              int threads, DrawsHere* draws, std::shared_ptr<void> memory) {
     std::vector<std::shared_ptr<Reply>> replies(shards_.size());
     std::vector<Exchange::Request> requests;
@@ -161,17 +169,20 @@ class UnionShards {
       exchange_->ask(std::move(requests));
     }
     std::optional<Candidates> drawn_here;
+    bool ordered = false;
     for (size_t i = 0; i < shards_.size(); i++) {
       if (shards_[i].link) continue;
       raise_largest_here();
-      if (draws) {
+      if (draws && shards_[i].tree.drawable) {  // a thread would wait for the first item
         round->await_draw(shards_[i].number << kShardKeyBits);
         draws->order({first, static_cast<int>(counts[i]), round, std::move(memory)}, threads);
+        ordered = true;
       } else {
         drawn_here = draw_here(shards_[i], counts[i], first, threads);
       }
     }
     round->expect(drawn_here, std::move(replies));
+    return ordered;
   }
 
   // Takes in what the shards have said, once all is there. False: one has said more than that, or its answer is lost.
@@ -246,7 +257,8 @@ class UnionShards {
 
   Candidates draw_here(Shard& shard, int64_t n, const BatchPointers& first, int threads) {
     const DrawResult drawn = here_->draw(static_cast<int>(n), 0.0, {}, first, threads);
-    if (drawn.outcome != Draw::kDone) return {{1, 0, 0, 0}, 0, nullptr, 0};  // no batch can be made of that
+    // Without an item it has no part in the batch; else none can be made of this.
+    if (drawn.outcome != Draw::kDone) return {{drawn.shortage.drawable ? 1.0 : 0.0, 0, 0, 0}, 0, nullptr, 0};
     return {drawn.from, n, nullptr, shard.number << kShardKeyBits};
   }
 

@@ -1,7 +1,7 @@
 // `_C.Link`: one connection to a server on another node.
 #pragma once
 
-#include "python/union_object.h"
+#include "python/reply_object.h"
 
 namespace torchreplay::py {
 
@@ -45,15 +45,13 @@ inline std::string joined(PyObject* const* parts, Py_ssize_t count) {
   return request;
 }
 
-// ask(exact, draw, *parts) -> Reply. `exact`: bytes of the answer's body, if it has one; 0: any. `draw`: the UnionDraw
-// that the items are for, or None. The parts are contiguous buffers.
+// ask(exact, *parts) -> Reply. `exact`: bytes of the answer's body, if it has one; 0: any. The parts are contiguous
+// buffers.
 inline PyObject* ask(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return method<LinkObject>(self, [&](LinkObject& s) {
-    if (nargs < 3) expect_args("ask", nargs, 3);
-    std::shared_ptr<Awaiting> awaiting;
-    if (args[1] != Py_None) awaiting = state_of<UnionDrawObject>(args[1]).round;
-    const auto reply = std::make_shared<Reply>(as_uint(args[0]), std::move(awaiting));
-    std::string request = joined(args + 2, nargs - 2);
+    if (nargs < 2) expect_args("ask", nargs, 2);
+    const auto reply = std::make_shared<Reply>(as_uint(args[0]));
+    std::string request = joined(args + 1, nargs - 1);
     Ref object(make_reply(s.exchange, reply));
     const std::shared_ptr<Exchange> exchange = s.exchange;
     const std::shared_ptr<Link> link = s.link;

@@ -104,24 +104,6 @@ inline Candidates candidates_of(PyObject* part, std::deque<ArrayView>& views, co
   return made;
 }
 
-// expect(replies, here): what brings the items; `here`: what was drawn into the first rows of the batch, as
-// candidates_of() says, or None.
-inline PyObject* expect(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
-  return method<UnionDrawObject>(self, [&](UnionDrawObject& s) {
-    expect_args("expect", nargs, 2);
-    std::vector<std::shared_ptr<Reply>> replies;
-    const Py_ssize_t count = PyList_Size(args[0]);
-    if (count < 0) throw PythonError{};
-    replies.reserve(static_cast<size_t>(count));
-    for (Py_ssize_t i = 0; i < count; i++) replies.push_back(state_of<ReplyObject>(PyList_GetItem(args[0], i)).reply);
-    std::optional<Candidates> here;
-    std::deque<ArrayView> views;
-    if (args[1] != Py_None) here = candidates_of(args[1], views, *s.round);
-    const Unlocked others;
-    s.round->expect(here, std::move(replies));
-  });
-}
-
 // make(parts) -> whether the candidates suffice, and the batch is made of them; each as candidates_of() says, all with
 // a total above 0. Those that are in the batch already come first.
 inline PyObject* make(PyObject* self, PyObject* list) {
@@ -168,6 +150,7 @@ inline PyObject* wait(PyObject* self, PyObject* ns) {
 
 // Nobody writes to the batch from now on. What is drawn here later of the same iteration is not drawn either.
 inline void abandon(UnionDrawObject& s) {
+  if (!s.round->here()) return;  // it is the parent's
   if (s.draws) s.draws->close();
   s.draws.reset();
   const std::shared_ptr<UnionRound> round = s.round;
@@ -176,10 +159,14 @@ inline void abandon(UnionDrawObject& s) {
 }
 
 inline bool is_there(UnionDrawObject& s) {
+  if (!s.round->here()) return false;
   const auto replies = s.round->replies();
   const bool come = std::ranges::all_of(replies, [](const auto& reply) { return !reply || reply->is_there(); });
   return come && (s.round->is_done() || (s.draws && s.draws->is_closed()));
 }
+
+// What was drawn here, and not taken in its turn, has not happened.
+inline bool is_made(UnionDrawObject& s) { return !s.draws && s.round->here() && s.round->is_made(); }
 
 inline PyObject* drawn_from(UnionDrawObject& s) {
   const DrawnFrom& from = s.round->drawn_from();
@@ -187,15 +174,13 @@ inline PyObject* drawn_from(UnionDrawObject& s) {
 }
 
 inline PyMethodDef methods[] = {
-    {"expect", fast(expect), METH_FASTCALL, nullptr},
     {"make", make, METH_O, nullptr},
     {"wait", wait, METH_O, nullptr},
     {"abandon", plain_method<UnionDrawObject, [](UnionDrawObject& s) { abandon(s); }>, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 inline PyGetSetDef getset[] = {
     {"is_there", attribute<UnionDrawObject, [](UnionDrawObject& s) { return is_there(s); }>, nullptr, nullptr, nullptr},
-    {"is_made", attribute<UnionDrawObject, [](UnionDrawObject& s) { return s.round->is_made(); }>, nullptr, nullptr,
-     nullptr},
+    {"is_made", attribute<UnionDrawObject, [](UnionDrawObject& s) { return is_made(s); }>, nullptr, nullptr, nullptr},
     {"drawn_from", attribute<UnionDrawObject, [](UnionDrawObject& s) { return drawn_from(s); }>, nullptr, nullptr,
      nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};

@@ -4,6 +4,7 @@
 #include "client/union_shards.h"
 #include "python/learner_calls.h"
 #include "python/link_object.h"
+#include "python/union_object.h"
 
 namespace torchreplay::py {
 
@@ -23,16 +24,17 @@ namespace union_shards {
 
 using Object = UnionShardsObject;
 
-// UnionShards(exchange, shards, segment, places, largest). `shards`: of each its number and its Link, or None where it
-// is `segment`, which is None where none is. `places` as FigurePlaces.
+// UnionShards(exchange, shards, segment, places, largest, before). `shards`: of each its number and its Link, or None
+// where it is `segment`, which is None where none is. `places` as FigurePlaces. `before`: what reached some of these
+// shards before, which knows what they have, or None.
 inline int init(PyObject* self, PyObject* args, PyObject*) {
   return as_status(guarded([&] {
-    PyObject *exchange, *list, *segment;
+    PyObject *exchange, *list, *segment, *before;
     FigurePlaces places;
     unsigned long long rows_written, seen, stopped;
     double largest;
-    if (!PyArg_ParseTuple(args, "OO!O(KKK)d", &exchange, &PyList_Type, &list, &segment, &rows_written, &seen, &stopped,
-                          &largest))
+    if (!PyArg_ParseTuple(args, "OO!O(KKK)dO", &exchange, &PyList_Type, &list, &segment, &rows_written, &seen, &stopped,
+                          &largest, &before))
       throw PythonError{};
     places = {rows_written, seen, stopped};
     auto state = std::make_unique<UnionShardsObject>();
@@ -56,6 +58,7 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
     if (shards.empty()) throw std::invalid_argument("there are no shards");
     state->shards = std::make_unique<UnionShards>(state_of<ExchangeObject>(exchange).shared, places, std::move(shards),
                                                   std::move(learner), largest);
+    if (before != Py_None) state->shards->take_over(*state_of<Object>(before).shards);
     install(self, state.release());
     return Py_NewRef(Py_None);
   }));
@@ -120,12 +123,13 @@ inline PyObject* draw(PyObject* self, PyObject* args) {
     }
     const std::shared_ptr<UnionRound> round = state->round;
     std::shared_ptr<DrawsHere> here;
-    if (draws != Py_None && s.attached) here = state->draws = state_of<DrawsHereObject>(draws).draws;
+    if (draws != Py_None && s.attached) here = state_of<DrawsHereObject>(draws).draws;
     const Ref batch = Ref::borrow(state->batch.get());
     install(object.get(), state.release());
     // Whoever lets go of it holds the interpreter's lock, as for all orders of a PrefetchStream.
     std::shared_ptr<void> memory(Py_NewRef(batch.get()), [](void* o) { Py_DECREF(static_cast<PyObject*>(o)); });
-    s.shards->order(round, counts, pointers, threads, here.get(), std::move(memory));
+    if (s.shards->order(round, counts, pointers, threads, here.get(), std::move(memory)))
+      state_of<UnionDrawObject>(object.get()).draws = std::move(here);
     return checked(PyTuple_Pack(2, object.get(), batch.get()));
   });
 }
@@ -225,7 +229,18 @@ inline PyMethodDef methods[] = {{"draw", draw, METH_VARARGS, nullptr},
                                               }>,
                                  METH_NOARGS, nullptr},
                                 {nullptr, nullptr, 0, nullptr}};
+// {number: total}: the sum of all leaves, as each shard said last.
+inline PyObject* totals(Object& s) {
+  const Ref dict(checked(PyDict_New()));
+  for (const UnionShards::Shard& shard : s.shards->shards()) {
+    const Ref number(checked(PyLong_FromLongLong(shard.number))), total(checked(PyFloat_FromDouble(shard.tree.total)));
+    if (PyDict_SetItem(dict.get(), number.get(), total.get())) throw PythonError{};
+  }
+  return Py_NewRef(dict.get());
+}
+
 inline PyGetSetDef getset[] = {
+    {"totals", attribute<Object, [](Object& s) { return totals(s); }>, nullptr, nullptr, nullptr},
     {"drawable", attribute<Object, [](Object& s) { return s.shards->drawable(); }>, nullptr, nullptr, nullptr},
     {"largest", attribute<Object, [](Object& s) { return s.shards->largest(); }>, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};

@@ -55,13 +55,12 @@ class LocalShards:
             self.nearby = LocalShard(here, self.buffer(here).handle())
         self.before_draw = lambda number, buffer: None
         self.orders = 0
-        told = lambda answer: None  # noqa: E731
-        self.calls = SimpleNamespace(fetch=list, collect=lambda calls, wait: calls, told=told)
+        self.calls = SimpleNamespace(fetch=list, collect=lambda calls, wait: calls)
 
     def buffer(self, number):
         return self.shards[number]._buffer
 
-    def order(self, candidates, layout=None, room=None, union=None):
+    def order(self, candidates, layout=None, room=None):
         answers = {}
         for number, count in candidates.items():
             self.before_draw(number, self.buffer(number))

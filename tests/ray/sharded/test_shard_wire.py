@@ -116,7 +116,7 @@ def test_who_does_not_know_the_secret_is_not_heard(hello):
 @pytest.mark.parametrize("request_", [REQUEST.pack(MARK, 1 << 31, 1.0), REQUEST.pack(b"what", 4, 1.0)])
 def test_a_request_that_makes_no_sense_ends_the_connection(request_):
     with Served() as served:
-        broken = ShardReply(served.link.native.ask(0, None, request_), served.layout)
+        broken = ShardReply(served.link.native.ask(0, request_), served.layout)
         with pytest.raises(LinkBroken):
             broken.result(SECONDS)
         with pytest.raises(LinkBroken):

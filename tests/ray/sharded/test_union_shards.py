@@ -48,7 +48,7 @@ class Union:
             self.links.append((number, ShardLink(self.servers[-1].address, self.exchange)))
         natives = [(number, None if link is None else link.native) for number, link in self.links]
         segment = None if self.local is None else self.local.segment
-        self.native = _C.UnionShards(self.exchange, natives, segment, PLACES, 1.0)
+        self.native = _C.UnionShards(self.exchange, natives, segment, PLACES, 1.0, None)
 
     def _draw(self, number, *given):
         self.before(number)
@@ -170,7 +170,18 @@ def test_a_shard_that_has_outgrown_its_candidates_leaves_the_batch_to_others():
 def test_an_empty_shard_here_holds_no_batch_up():
     with Union(sizes=(0, 20), here=0) as union:
         draws = _C.DrawsHere(union.local.segment)
-        draw, _ = asked = union.ask(0, draws)
+        for step in range(3):
+            batch, plain = union.take(union.ask(step, draws))
+            assert plain
+            assert (batch["home"] == 1).all()
+        union.shards[0]._buffer.extend(home=np.zeros(30, np.int64), index=np.arange(30))
+        homes = set()
+        for step in range(3, 9):
+            batch, plain = union.take(union.ask(step, draws))
+            homes |= set(batch["home"].tolist()) if plain else set()
+        assert homes == {0, 1}
+        union.shards[0]._buffer.clear()
+        draw, _ = asked = union.ask(9, draws)
         assert not union.take(asked)[1]
         assert draws.is_closed
         draw.abandon()
@@ -286,12 +297,13 @@ def test_answers_that_nobody_waits_for_are_taken_in_while_the_learner_computes()
             time.sleep(0.01)  # as if it computed: from now on a thread does what can wait
         draw, _ = union.ask(5, _C.DrawsHere(union.local.segment))
         eventually(lambda: draw.is_there)
+        assert draw.wait(0)
         assert draw.is_made
 
 
 def test_it_is_refused_where_there_is_nothing_to_draw_from():
     with Union() as union, contextlib.ExitStack() as refused:
         refused.enter_context(pytest.raises(ValueError, match="a shard is nowhere"))
-        _C.UnionShards(union.exchange, [(0, None)], None, PLACES, 1.0)
+        _C.UnionShards(union.exchange, [(0, None)], None, PLACES, 1.0, None)
     with pytest.raises(ValueError, match="no shards"):
-        _C.UnionShards(_C.Exchange(), [], None, PLACES, 1.0)
+        _C.UnionShards(_C.Exchange(), [], None, PLACES, 1.0, None)

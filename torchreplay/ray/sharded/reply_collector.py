@@ -55,12 +55,6 @@ class ReplyCollector:
             # What is asked for so is brought here also after the call has come back.
             self._ray.wait(remote, num_returns=len(remote), timeout=0)
 
-    @staticmethod
-    def told(call: Any) -> Any:
-        """Returns what the shard that is attached has answered; None: nothing, or an error."""
-        there = isinstance(call, Future) and call.done() and not call.cancelled() and call.exception() is None
-        return call.result() if there else None
-
     def are_there(self, calls: Iterable[Any]) -> bool:
         """Returns whether all answers are on this node."""
         return not self._unanswered(list(calls), 0)

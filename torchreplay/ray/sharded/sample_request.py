@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from torchreplay import _C
 from torchreplay.buffer.tree_summary import TreeSummary
+from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.sharded.batch_block import Chosen, Layout, RaggedItems
 from torchreplay.ray.sharded.global_distribution import GlobalDistribution, candidates, chosen
 from torchreplay.ray.sharded.rate_limiter import Round
@@ -40,8 +41,8 @@ class SampleRequest:
     candidates is asked again, and its first answer is forgotten. Only the totals decide that, never the items or random
     numbers. `docs/sharding_in_depth.md` has the derivation.
 
-    The native core makes the batch, in the thread that has read the last answer. Where items have values of any length,
-    or an answer has come through Ray, `finish` does.
+    The native core asks all shards at once and makes the batch of their answers, where `ShardClient.union` knows how.
+    Else each shard is asked by itself, and `finish` makes it.
 
     Args:
         round: What counts it, with the number of its items, while it is under way.
@@ -78,6 +79,7 @@ class SampleRequest:
         self.calls: dict[int, Any] = {}  # of shards that were asked each by itself, by number
         self._batch = place
         self._draw: _C.UnionDraw | None = None  # makes it
+        self._totals: Mapping[int, float] = {}  # as the native core has heard them last
         self._union = shards.union(layout)
         if self._union is None:
             self._order()
@@ -103,10 +105,10 @@ class SampleRequest:
         if not layout.is_ragged and (here or place is not None or len(numbers) > 1):
             self._draw = self._begin(layout.new_batch(n) if place is None else place)
         self._room = self._batch if here and not layout.is_ragged else None
-        known = [shards.figures[k].drawn.total if k in shards.figures else 0.0 for k in numbers]
+        heard = {number: figures.drawn.total for number, figures in shards.figures.items()} | dict(self._totals)
+        known = [heard.get(number, 0.0) for number in numbers]
         asked = candidates(known, n, self._slack)
-        self.calls = shards.order(dict(zip(numbers, asked, strict=True)), layout, self._room, self._draw)
-        self._expect()
+        self.calls = shards.order(dict(zip(numbers, asked, strict=True)), layout, self._room)
 
     def _begin(self, batch: ReplayBatch) -> _C.UnionDraw:
         self._batch = batch
@@ -116,20 +118,6 @@ class SampleRequest:
     def _weights(self) -> str:
         """By what the native core divides weights."""
         return self._sampler.weights if isinstance(self._sampler, Prioritized) else "equal"
-
-    def _expect(self) -> None:
-        """Has the batch be made of the answers as soon as they are there, where all come over connections."""
-        if self._draw is None:
-            return
-        here, replies = None, list[_C.Reply]()
-        for call in self.calls.values():
-            if isinstance(call, ShardReply):
-                replies.append(call.native)
-            elif self._room is not None and (answer := self._shards.calls.told(call)) is not None:
-                here = answer[0].drawn, answer[0].candidates, None, 0
-            else:
-                return
-        self._draw.expect(replies, here)
 
     @property
     def is_answered(self) -> bool:
@@ -152,28 +140,24 @@ class SampleRequest:
             if self._is_made_of_all(self._union, self._draw, wait):
                 self.drawn_from = TreeSummary(*self._draw.drawn_from)
                 return self._batch
+            self._totals = self._union.totals
             self._union, self.asked_again = None, True
             self._draw.abandon()
             self._draw = None
             self._order()
-        answers = self._shards.hear(self.calls, wait)
-        if self._draw is None or not self._draw.is_made:
-            answers = self._complete(answers, wait)
-            parts = self._parts(answers)
-            if not parts:
-                return None
-            if self._layout.is_ragged:
-                return self._with_values(parts)
-            self._make(parts)
-        assert self._draw is not None
-        self.drawn_from = TreeSummary(*self._draw.drawn_from)
-        return self._batch
+        parts = self._parts(self._complete(self._shards.hear(self.calls, wait), wait))
+        if not parts:
+            return None
+        return self._with_values(parts) if self._layout.is_ragged else self._fixed(parts)
 
     def _is_made_of_all(self, union: _C.UnionShards, draw: _C.UnionDraw, wait: Wait) -> bool:
         """Waits until all shards have sent what they were asked for at once, and returns whether that is the batch."""
         if not draw.wait(0) and not draw.wait(wait.slice_ns()):
             replies = {number: ShardReply(reply, None) for number, reply in union.replies(draw)}
             self._shards.calls.collect(replies, wait)  # which looks around, and says who is silent
+            while not draw.wait(wait.slice_ns()):
+                if wait.expired:
+                    raise ReplayTimeout(f"no batch of {self.n:,} in time: the buffer's lock does not come free")
         return self._shards.take_in_union(union, draw) and draw.is_made
 
     def _parts(self, answers: Answers) -> list[Answer]:
@@ -181,7 +165,7 @@ class SampleRequest:
         parts = [(answers[number][1] is not None, number) for number in answers if answers[number][0].drawn.total > 0]
         return [answers[number] for _, number in sorted(parts)]
 
-    def _make(self, answers: list[Answer]) -> None:
+    def _fixed(self, answers: list[Answer]) -> ReplayBatch | None:
         parts = [
             (figures.drawn, figures.candidates, None if block is None else self._layout.as_tensor(block), 0)
             for figures, block in answers
@@ -194,6 +178,8 @@ class SampleRequest:
                 self._draw = self._begin(self._layout.new_batch(self.n))
         if not self._draw.make(parts):
             raise RuntimeError("the candidates of the shards do not suffice for a batch")
+        self.drawn_from = TreeSummary(*self._draw.drawn_from)
+        return self._batch
 
     def _with_values(self, answers: list[Answer]) -> ReplayBatch:
         """Returns a batch of items with values of any length: so many of each answer's candidates."""

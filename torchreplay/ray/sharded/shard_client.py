@@ -300,12 +300,11 @@ class ShardClient:
         candidates: Mapping[int, int],
         layout: Layout | None = None,
         room: ReplayBatch | None = None,
-        union: _C.UnionDraw | None = None,
     ) -> dict[int, Any]:
         """Asks shards for so many candidates each, 0 for figures alone; returns what their answers will be got by.
 
         The shard that is attached draws its candidates here, into the first rows of `room` where that is given. The
-        others send theirs over a connection of their own, for `union`. Without `layout` all are called through Ray.
+        others send theirs over a connection of their own. Without `layout` all are called through Ray.
         """
         self.coordinator.require_own_process()
         largest = self.limiter.largest
@@ -320,7 +319,7 @@ class ShardClient:
             calls[number] = (
                 entry.actor.draw.remote(count, largest)
                 if link is None or layout is None
-                else link.draw(count, largest, layout, union)
+                else link.draw(count, largest, layout)
             )
         self.rounds += layout is not None and bool(calls)
         if layout is not None and local is not None and local.number in candidates:  # while the others are asked
@@ -334,7 +333,12 @@ class ShardClient:
             return None
         self.coordinator.require_own_process()
         known, here, union = self._union
-        return union if known is self.table and here is self.local.shard and union.is_whole() else None
+        table = self.table
+        if known is not table:  # most of them bring nothing new
+            if known.memories != table.memories or known.rule.cleared != table.rule.cleared:
+                return None
+            self._union = table, here, union
+        return union if here is self.local.shard and union.is_whole() else None
 
     def union(self, layout: Layout) -> _C.UnionShards | None:
         """Returns all shards as the native core reaches them; None where it does not, or not in one go.
@@ -350,11 +354,12 @@ class ShardClient:
             if not here.alive:  # its memory is there for as long as somebody has it
                 self._union = None
                 return None
+        before = None
         if self._union is not None:
-            known, shard, union = self._union
-            if known is table and shard is here and union.is_whole():
+            if (union := self.union_now) is not None:
                 return union
-            self._union = None
+            known, _, union = self._union
+            before, self._union = union if known.rule.cleared == table.rule.cleared else None, None
         if layout.is_ragged or (here is None and len(table.entries) < 2):
             return None
         shards: list[tuple[int, _C.Link | None]] = []
@@ -366,7 +371,7 @@ class ShardClient:
                 shards.append((number, None if link is None else link.native))
         segment = None if here is None else here.segment
         self._look_into()  # for the largest priority
-        union = _C.UnionShards(self.connections, shards, segment, PLACES, self.limiter.largest)
+        union = _C.UnionShards(self.connections, shards, segment, PLACES, self.limiter.largest, before)
         self._union = table, here, union
         return union
 

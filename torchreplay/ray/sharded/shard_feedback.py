@@ -111,10 +111,10 @@ class ShardFeedback:
         """Waits until at most so many calls are unanswered."""
         with self._lock:
             while len(self._calls) > most:
-                if self._calls[0][2].__class__ is ShardReply and self._calls[0][2].is_well:
-                    self._calls.popleft()
-                    continue
                 oldest = number, count, call = self._calls[0]  # there until it is answered, for a handler to wait for
+                if call.__class__ is ShardReply and call.is_well:
+                    self._take(oldest)
+                    continue
                 try:
                     answers = self._shards.calls.collect({number: call})
                 except Exception:

@@ -43,6 +43,11 @@ class ShardTable:
     stopped: bool = False  # whether the buffer was stopped
     moment: int = 0  # which of the tables it is; later ones have more
 
+    @property
+    def memories(self) -> dict[int, int]:
+        """What names the memory of each shard, by number."""
+        return {number: entry.handle.nonce for number, entry in self.entries.items()}
+
     def without(self, lost: LostShard) -> ShardTable:
         """Returns the same without a shard that is gone."""
         entries = {number: entry for number, entry in self.entries.items() if number != lost.number}

@@ -201,17 +201,15 @@ class ShardLink:
         """Why nothing comes through any more; None while it does."""
         return LinkBroken(why) if (why := self._link.broken()) else None
 
-    def draw(self, candidates: int, largest: float, layout: Layout, union: _C.UnionDraw | None = None) -> ShardReply:
-        """Asks for candidates, as `Shard.draw` does; for that batch, where they are."""
+    def draw(self, candidates: int, largest: float, layout: Layout) -> ShardReply:
+        """Asks for candidates, as `Shard.draw` does."""
         nbytes = 0 if layout.is_ragged else layout.block_bytes(candidates)
-        return ShardReply(self._link.ask(nbytes, union, REQUEST.pack(MARK, candidates, largest)), layout)
+        return ShardReply(self._link.ask(nbytes, REQUEST.pack(MARK, candidates, largest)), layout)
 
     def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> ShardReply:
         """Feeds back TD errors, as `Shard.update` does; the answer says that they are applied."""
         head = REQUEST.pack(MARK, len(keys), math.nan)
-        return ShardReply(
-            self._link.ask(0, None, head, np.ascontiguousarray(keys).data, np.ascontiguousarray(td).data), None
-        )
+        return ShardReply(self._link.ask(0, head, np.ascontiguousarray(keys).data, np.ascontiguousarray(td).data), None)
 
     def close(self) -> None:
         """Ends the connection; in a forked child, whose parent's it is, that goes on."""
