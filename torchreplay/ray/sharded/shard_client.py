@@ -161,8 +161,7 @@ class ShardClient:
             return
         with self._lock:
             now = time.monotonic()
-            pause = REPORT_SECONDS if self._limiter.rule.divides else NEWS_SECONDS
-            due = n or now - self._reported_at >= pause or self._limiter.short
+            due = n or self._is_due(now)
             if last or (due and len(self._reports) <= (n > 0)):  # one on its way may not say `n`
                 report = self._limiter.report(n)
                 self._reported_at = self._reported_at if n else now
@@ -174,6 +173,11 @@ class ShardClient:
         if calls:
             self._ray.wait(calls, num_returns=len(calls), timeout=ANSWER_SECONDS)
             self.refresh()
+
+    def _is_due(self, now: float) -> bool:
+        """Whether it is time for a report."""
+        limiter = self.limiter
+        return limiter.short or now - self._reported_at >= (REPORT_SECONDS if limiter.rule.divides else NEWS_SECONDS)
 
     def report_later(self) -> None:
         """Has what was drawn be reported soon, though no other call may follow: explorers may wait for it."""
@@ -284,7 +288,7 @@ class ShardClient:
         here, table = self.local.shard, self.table
         if here is None or len(table.entries) != 1 or here.number not in table.entries or self.closed:
             return None
-        if time.monotonic() - self._reported_at >= REPORT_SECONDS or self.limiter.short:
+        if self._is_due(time.monotonic()):
             self.refresh()
             if not self._reports:
                 self.coordinator.require_own_process()
