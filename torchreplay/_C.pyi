@@ -361,7 +361,6 @@ class DrawsHere:
 class UnionShards:
     totals: dict[int, float]
     drawable: int
-    largest: float
     def __init__(
         self,
         exchange: Exchange,

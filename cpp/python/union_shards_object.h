@@ -242,7 +242,6 @@ inline PyObject* totals(Object& s) {
 inline PyGetSetDef getset[] = {
     {"totals", attribute<Object, [](Object& s) { return totals(s); }>, nullptr, nullptr, nullptr},
     {"drawable", attribute<Object, [](Object& s) { return s.shards->drawable(); }>, nullptr, nullptr, nullptr},
-    {"largest", attribute<Object, [](Object& s) { return s.shards->largest(); }>, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
                               {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<Object>)},

@@ -303,17 +303,23 @@ BOOST_AUTO_TEST_CASE(a_batch_is_made_by_the_last_of_all_that_it_waits_for_whatev
   } while (std::ranges::next_permutation(order).found);
 }
 
+// Each thing that the round waits for comes in a thread of its own.
+std::vector<std::unique_ptr<Aside>> all_at_once(Round& r, std::latch& begin) {
+  std::vector<std::unique_ptr<Aside>> threads;
+  for (const auto& event : r.events())
+    threads.push_back(std::make_unique<Aside>([&begin, event] {
+      begin.arrive_and_wait();
+      event();
+    }));
+  return threads;
+}
+
 BOOST_AUTO_TEST_CASE(a_batch_is_made_once_when_all_comes_from_several_threads) {
   const Drawn expected = expected_of_round();
   for (int round = 0; round < 200; round++) {
     Round r;
     std::latch begin(4);
-    std::vector<std::unique_ptr<Aside>> threads;
-    for (const auto& event : r.events())
-      threads.push_back(std::make_unique<Aside>([&begin, event] {
-        begin.arrive_and_wait();
-        event();
-      }));
+    std::vector<std::unique_ptr<Aside>> threads = all_at_once(r, begin);
     BOOST_TEST(r.round->is_done(20 * kSecond));
     BOOST_TEST(r.round->is_made());
     BOOST_TEST((r.batch == expected));
@@ -324,12 +330,7 @@ BOOST_AUTO_TEST_CASE(nothing_is_written_to_a_batch_that_is_abandoned_while_all_c
   for (int round = 0; round < 200; round++) {
     Round r;
     std::latch begin(5);
-    std::vector<std::unique_ptr<Aside>> threads;
-    for (const auto& event : r.events())
-      threads.push_back(std::make_unique<Aside>([&begin, event] {
-        begin.arrive_and_wait();
-        event();
-      }));
+    std::vector<std::unique_ptr<Aside>> threads = all_at_once(r, begin);
     begin.arrive_and_wait();
     for (int i = 0; i < round % 8; i++) static_cast<void>(r.round->replies());
     r.round->abandon();

@@ -37,9 +37,9 @@ class SampleRequest:
     """One batch under way: every shard was asked once for its total and for candidates drawn from just that.
 
     Those totals alone decide how many items the batch takes of each shard. So P(i) is the item's leaf divided by the
-    sum of all leaves, each shard being as it was when its candidates were drawn. A shard whose total has outgrown its
-    candidates is asked again, and its first answer is forgotten. Only the totals decide that, never the items or random
-    numbers. `docs/sharding_in_depth.md` has the derivation.
+    sum of all leaves, each shard being as it was when its candidates were drawn. Where a total has outgrown its
+    candidates, shards are asked again, and what they said before is forgotten. Only the totals decide that, never the
+    items or random numbers. `docs/sharding_in_depth.md` has the derivation.
 
     The native core asks all shards at once and makes the batch of their answers, where `ShardClient.union` knows how.
     Else each shard is asked by itself, and `finish` makes it.

@@ -283,7 +283,7 @@ class ShardClient:
     def alone(self) -> LocalShard | None:
         """Returns the shard on this node, where it is the only one and nobody has to be asked for a draw; else None.
 
-        Now and then it is heard as the others are, and the coordinator is told of it.
+        Now and then it is heard as the others are, and its figures go to the coordinator.
         """
         here, table = self.local.shard, self.table
         if here is None or len(table.entries) != 1 or here.number not in table.entries or self.closed:
@@ -347,8 +347,8 @@ class ShardClient:
     def union(self, layout: Layout) -> _C.UnionShards | None:
         """Returns all shards as the native core reaches them; None where it does not, or not in one go.
 
-        Then `order` does: where Ray has to be asked, where items have values of any length, or where the only shard is
-        on another node, whose items are the batch as they come.
+        Then `order` does. So it is where Ray has to be asked, and for values of any length. The items of an only shard
+        that is on another node are the batch as they come.
         """
         self.coordinator.require_own_process()
         table, here = self.table, self.local.shard

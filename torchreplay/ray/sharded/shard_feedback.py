@@ -69,7 +69,7 @@ class ShardFeedback:
             return False
         keys = keys_of(batch_or_keys, self._nonce) if isinstance(batch_or_keys, dict) else batch_or_keys
         sent = union.feed_back(keys, td) if isinstance(keys, torch.Tensor) else None
-        if sent is None:  # whoever looks at each of them says why
+        if sent is None:  # something is wrong: `send` finds out what
             return False
         self._calls.extend((number, count, ShardReply(reply, None)) for number, count, reply in sent)
         self.hear(IN_FLIGHT)

@@ -217,8 +217,8 @@ class ShardedSampler(BatchSource):
         """Asks all shards for candidates, where the limiter admits `n` items; `take` returns the batch.
 
         `beta` is the exponent of the weights, and `place` the batch, whose tensors are overwritten; None: it is made.
-        With a budget the draw is of the items within it. The shard that is attached draws in its turn of `draws`, or at
-        once.
+        With a budget the draw is of the items within it. The shard that is attached draws behind what `draws` has been
+        given before; None: at once.
         """
         here = self.shards.local.try_attach(wait)
         limiter, ahead = self.shards.limiter, Round(n, self.end)
