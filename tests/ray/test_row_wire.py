@@ -22,8 +22,7 @@ from torchreplay.ray.remote.row_wire import ANSWER, PUSH, RowLink
 from torchreplay.ray.remote.send_buffer import SendBuffer
 from torchreplay.ray.sharded.remote_shard import RemoteShard
 from torchreplay.ray.wire import way
-from torchreplay.ray.wire.connection import HELLO, MARK, Address
-from torchreplay.ray.wire.link import LinkBroken
+from torchreplay.ray.wire.connection import HELLO, MARK, Address, LinkBroken
 
 SECONDS = 20
 SPEC = {"n": tr.Field((), torch.int64), "wide": tr.Field((100,), torch.int64)}

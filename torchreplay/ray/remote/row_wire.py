@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from torchreplay.errors import ReplayLost, Stopped
-from torchreplay.ray.wire.connection import MARK, Arrival, Fill, Receive
-from torchreplay.ray.wire.link import Link, Reply
+from torchreplay.ray.wire.connection import MARK, Address, Fill, LinkBroken, connect, receive, receive_head, send
 from torchreplay.ray.wire.server import Server
 from torchreplay.schema.config import Config
 from torchreplay.schema.spec import Field
@@ -121,19 +125,64 @@ class RowServer(Server):
         return [ANSWER.pack(MARK, answer.written, answer.limited, len(rest)), rest]
 
 
-class RowLink(Link):
-    """The connection of one process's writers to the ingest of a buffer on another node."""
+class RowLink:
+    """The connection of one process's writers to the ingest of a buffer on another node.
 
-    head = ANSWER
+    Answers come in the order of the chunks; a thread takes them.
 
-    def push(self, source: Source, chunk: Chunk) -> Reply[Answer]:
+    Raises:
+        OSError: The ingest cannot be reached.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self._pid, self._connection = os.getpid(), connect(address)
+        self.broken: LinkBroken | None = None  # why nothing comes through any more
+        self._waiting = deque[Future[Answer]]()
+        self._lock = threading.RLock()
+        threading.Thread(target=self._listen, name="torchreplay-row-link", daemon=True).start()
+
+    def push(self, source: Source, chunk: Chunk) -> Future[Answer]:
         """Has a chunk written, as `Ingest.push` does."""
-        return self.ask(_read, PUSH.pack(MARK, *source, *chunk[:-1], chunk.block.nbytes), chunk.block, ahead=True)
+        answer = Future[Answer]()
+        with self._lock:
+            if self.broken is not None:
+                answer.set_exception(self.broken)
+                return answer
+            self._waiting.append(answer)
+            try:
+                head = PUSH.pack(MARK, *source, *chunk[:-1], chunk.block.nbytes)
+                send(self._connection, head, chunk.block)
+            except OSError as error:
+                self._end(error)
+        return answer
+
+    def close(self) -> None:
+        """Ends the connection; in a forked child, whose parent's it is, that goes on."""
+        if os.getpid() == self._pid:
+            self._end("the connection was closed")
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                answer = _read(partial(receive, self._connection))
+                self._waiting.popleft().set_result(answer)
+        except Exception as error:
+            self._end(f"{type(error).__name__}: {error}")
+        with self._lock:  # only here, and while nobody sends: another connection may get its descriptor
+            self._connection.close()
+
+    def _end(self, why: object) -> None:
+        with suppress(OSError):  # first: who sends holds the lock, perhaps for as long as nobody reads
+            self._connection.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            self.broken = self.broken or LinkBroken(str(why))
+            while self._waiting:
+                self._waiting.popleft().set_exception(self.broken)
 
 
-def _read(head: list[Any], fill: Receive) -> Arrival[Answer]:
-    written, limited, length = head
+def _read(fill: Fill) -> Answer:
+    written, limited, length = receive_head(fill, ANSWER)
     if length > _MOST_TEXT:
         raise ConnectionError("something else than an answer has come")
-    waiting, refusal, ending = json.loads((yield from fill(bytearray(length)))) if length else ("", "", None)
+    waiting, refusal, ending = json.loads(fill(bytearray(length))) if length else ("", "", None)
     return Answer(written, waiting, limited, refusal, None if ending is None else _ENDINGS[ending[0]](ending[1]))

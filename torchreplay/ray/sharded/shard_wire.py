@@ -185,8 +185,6 @@ class ShardLink:
         OSError: It cannot be reached.
     """
 
-    halfway = False  # a signal handler interrupts nothing that it could not wait for
-
     def __init__(self, address: Address, exchange: _C.Exchange) -> None:
         with connect(address) as connection:
             self._link = _C.Link(exchange, connection.fileno(), _HEAD.size)

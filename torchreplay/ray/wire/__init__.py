@@ -1,3 +1,3 @@
 """Connections between processes of several nodes, beside Ray's calls."""
 
-__all__ = ["connection", "link", "server", "way"]
+__all__ = ["connection", "server", "way"]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from socket import TCP_KEEPCNT, TCP_KEEPIDLE, TCP_KEEPINTVL, TCP_NODELAY
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 HELLO: Final = b"tr-wire/3\n"
 """What both sides say first: with another version it is another text."""
@@ -24,15 +24,8 @@ GIVE_UP_SECONDS: Final = 30.0
 MARK: Final = b"trwr"
 """With which each request and each answer begins."""
 
-T = TypeVar("T")
-Arrival = Generator[None, None, T]
-"""What is made of bytes that come; it pauses wherever more have to come first."""
-
 Fill = Callable[[Any], Any]
 """Fills a contiguous array, or a bytearray, with what comes next, and returns it."""
-
-Receive = Callable[[Any], Arrival[Any]]
-"""The same, in the course of time."""
 
 
 class Address(NamedTuple):
@@ -65,7 +58,7 @@ def connect(address: Address) -> socket.socket:
         set_up(connection)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(GIVE_UP_SECONDS * 1000))
         send(connection, HELLO + address.secret)
-        if whole(receive(connection, bytearray(len(HELLO)), 0)) != HELLO:
+        if receive(connection, bytearray(len(HELLO))) != HELLO:
             raise ConnectionError("it speaks another version")
         connection.settimeout(None)
         return connection
@@ -74,37 +67,23 @@ def connect(address: Address) -> socket.socket:
         raise
 
 
-def receive(connection: socket.socket, room: Any, flags: int = socket.MSG_DONTWAIT) -> Arrival[Any]:
+def receive(connection: socket.socket, room: Any) -> Any:
     """Fills a contiguous array, or a bytearray, and returns it; raises ConnectionError at the connection's end."""
     left = memoryview(room).cast("B") if len(room) else memoryview(b"")
     while len(left):
-        try:
-            count = connection.recv_into(left, 0, flags)
-        except BlockingIOError:
-            yield
-            continue
+        count = connection.recv_into(left)
         if not count:
             raise ConnectionError("the connection has ended")
         left = left[count:]
     return room
 
 
-def receive_head(fill: Receive, head: struct.Struct) -> Arrival[list[Any]]:
+def receive_head(fill: Fill, head: struct.Struct) -> list[Any]:
     """Returns what stands behind the mark at the beginning of a message; raises ConnectionError for anything else."""
-    mark, *values = head.unpack((yield from fill(bytearray(head.size))))
+    mark, *values = head.unpack(fill(bytearray(head.size)))
     if mark != MARK:
         raise ConnectionError("something else than a message has come")
     return values
-
-
-def whole(arrival: Arrival[T]) -> T:
-    """Returns what an arrival comes to whose connection waits by itself."""
-    try:
-        next(arrival)
-    except StopIteration as end:
-        value: T = end.value
-        return value
-    raise ConnectionError("what should have come has not, in time")
 
 
 def send(connection: socket.socket, *parts: Any) -> None:

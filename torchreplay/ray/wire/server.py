@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, Final
 
-from torchreplay.ray.wire.connection import HELLO, Address, Fill, receive, receive_head, send, set_up, whole
+from torchreplay.ray.wire.connection import HELLO, Address, Fill, receive, receive_head, send, set_up
 
 HELLO_SECONDS: Final = 5
 """Seconds within which who connects must have said the secret."""
@@ -75,9 +75,9 @@ class Server(ABC):
                 known = self._is_known(connection)
             finally:
                 self._strangers.release()
-            come = partial(receive, connection, flags=0)
+            fill = partial(receive, connection)
             while known:
-                send(connection, *self.answer(whole(receive_head(come, self.request)), lambda room: whole(come(room))))
+                send(connection, *self.answer(receive_head(fill, self.request), fill))
 
     def _is_known(self, connection: socket.socket) -> bool:
         """Returns whether the other side says the secret in time."""

@@ -29,10 +29,6 @@ class Connection(Protocol):
     def broken(self) -> Exception | None:
         """Why nothing comes through any more; None while it does."""
 
-    @property
-    def halfway(self) -> bool:
-        """Whether the calling thread sends or reads: a signal handler has interrupted it, and does neither."""
-
     def close(self) -> None:
         """Ends it."""
 
@@ -63,7 +59,7 @@ class Way(Generic[L]):
         with self._lock:
             link = self._link
             if link is not None and link.broken is None:
-                return None if link.halfway else link
+                return link
             if link is not None:  # whether the server is gone a call through Ray finds out first
                 self.close()
                 self._not_before = time.monotonic() + BROKEN_SECONDS
