@@ -113,7 +113,14 @@ class UnionRound : public Awaiting, public DrawListener {
     return made_;
   }
 
-  const DrawnFrom& drawn_from() const { return draw_.drawn_from(); }
+  // Makes it of all items that were found, which are so many.
+  void take_all(const std::vector<Candidates>& parts) {
+    const std::lock_guard guard(mutex_);
+    draw_.take_all(parts, batch_);
+  }
+
+  // How it is made, once it is.
+  const UnionDraw& draw() const { return draw_; }
 
  private:
   void all_are_there() noexcept override {

@@ -142,14 +142,9 @@ class UnionShards {
 
   // How many candidates each shard is asked for, for a batch of `n`: what its share may have grown to, by `slack`.
   std::vector<int64_t> asked(int64_t n, double slack) const {
-    double whole = 0;
-    for (const Shard& shard : shards_) whole += shard.tree.total;
-    std::vector<int64_t> counts(shards_.size(), n);
-    if (shards_.size() == 1 || whole <= 0) return counts;
-    for (size_t i = 0; i < shards_.size(); i++)
-      counts[i] =
-          std::min(n, static_cast<int64_t>(static_cast<double>(n) * (shards_[i].tree.total / whole) * (1 + slack)) + 3);
-    return counts;
+    std::vector<double> totals;
+    for (const Shard& shard : shards_) totals.push_back(shard.tree.total);
+    return UnionDraw::asked(totals, n, slack);
   }
 
   // Asks all shards for candidates at once. `first`: where those of the shard here go, the first rows of the batch, in

@@ -54,37 +54,46 @@ class UnionDraw {
     return bytes;
   }
 
+  // How many candidates to ask of each part for a batch of `n`, given what their totals were last: what its share may
+  // have grown to since, by `slack`. Where nothing is known it is enough to learn the total.
+  static std::vector<int64_t> asked(std::span<const double> totals, int64_t n, double slack) {
+    const double whole = sum(totals);
+    std::vector<int64_t> counts(totals.size(), n);
+    if (totals.size() == 1 || whole <= 0) return counts;
+    for (size_t i = 0; i < totals.size(); i++)
+      counts[i] = std::min(n, static_cast<int64_t>(static_cast<double>(n) * (totals[i] / whole) * (1 + slack)) + 3);
+    return counts;
+  }
+
   // How many items may come from each at most, for all random numbers. The n strata have equal parts of the total. An
   // interval as long as x of them touches at most floor(x) + 2.
+  static std::vector<int64_t> most(std::span<const double> totals, int64_t n) {
+    const double whole = sum(totals);
+    std::vector<int64_t> counts;
+    for (const double total : totals) {
+      const double share = total > 0 ? static_cast<double>(n) * (total / whole) : 0;
+      counts.push_back(total > 0 ? std::min(n, static_cast<int64_t>(share) + 2) : 0);
+    }
+    return counts;
+  }
   bool suffices(std::span<const Candidates> parts) const {
-    const double total = total_of(parts);
-    return std::ranges::all_of(parts, [&](const Candidates& part) {
-      const double share = static_cast<double>(n_) * (part.tree.total / total);
-      return part.tree.total <= 0 || std::min(n_, static_cast<int64_t>(share) + 2) <= part.given;
-    });
+    return std::ranges::equal(most(totals_of(parts), n_), parts, std::ranges::less_equal{}, {}, &Candidates::given);
   }
 
   // Makes a batch of candidates that suffice, and of which there are some: so many of each part, each set of so many
   // being equally likely. At most one part has its items in the batch itself: the first one.
   void make(std::span<const Candidates> parts, std::span<const Output> batch) {
-    const std::vector<int64_t> counts = counts_of(parts);
-    int64_t at = 0, word = n_;
-    std::vector<int64_t> which;
-    for (size_t p = 0; p < parts.size(); p++) {
-      choose(parts[p].given, counts[p], word, which);
-      word += parts[p].given;
-      if (parts[p].block)
-        copy(parts[p], which, batch, at);
-      else
-        keep(which, batch);
-      if (parts[p].add_to_keys) {
-        auto* const keys = reinterpret_cast<int64_t*>(batch[batch.size() - 3].data);
-        for (int64_t i = at; i < at + counts[p]; i++) keys[i] += parts[p].add_to_keys;
-      }
-      at += counts[p];
-    }
-    weigh(parts, counts, batch);
+    compose(parts, counts_of(parts), batch);
   }
+  // Makes it of all of them: they are n.
+  void take_all(std::span<const Candidates> parts, std::span<const Output> batch) {
+    std::vector<int64_t> counts;
+    for (const Candidates& part : parts) counts.push_back(part.given);
+    compose(parts, counts, batch);
+  }
+
+  // Of each part, which candidates are in the batch: in this order, unless they were in it already.
+  const std::vector<std::vector<int64_t>>& chosen() const { return chosen_; }
 
  private:
   // Keeps its random numbers from being those of a shard that has the same seed.
@@ -92,11 +101,17 @@ class UnionDraw {
 
   static uint64_t aligned(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-  static double total_of(std::span<const Candidates> parts) {
-    double total = 0;
-    for (const Candidates& part : parts) total += part.tree.total;
-    return total;
+  static double sum(std::span<const double> totals) {
+    double whole = 0;
+    for (const double total : totals) whole += total;
+    return whole;
   }
+  static std::vector<double> totals_of(std::span<const Candidates> parts) {
+    std::vector<double> totals;
+    for (const Candidates& part : parts) totals.push_back(part.tree.total);
+    return totals;
+  }
+  static double total_of(std::span<const Candidates> parts) { return sum(totals_of(parts)); }
 
   // Word number `at` of this draw's, in [0, 1).
   double chance(int64_t at) {
@@ -124,6 +139,26 @@ class UnionDraw {
       counts[p]++;
     }
     return counts;
+  }
+
+  void compose(std::span<const Candidates> parts, const std::vector<int64_t>& counts, std::span<const Output> batch) {
+    int64_t at = 0, word = n_;
+    chosen_.resize(parts.size());
+    for (size_t p = 0; p < parts.size(); p++) {
+      std::vector<int64_t>& which = chosen_[p];
+      choose(parts[p].given, counts[p], word, which);
+      word += parts[p].given;
+      if (parts[p].block)
+        copy(parts[p], which, batch, at);
+      else
+        keep(which, batch);
+      if (parts[p].add_to_keys) {
+        auto* const keys = reinterpret_cast<int64_t*>(batch[batch.size() - 3].data);
+        for (int64_t i = at; i < at + counts[p]; i++) keys[i] += parts[p].add_to_keys;
+      }
+      at += counts[p];
+    }
+    weigh(parts, counts, batch);
   }
 
   // Which `count` of `given` are taken, ascending, from one random number for each (selection sampling: Knuth, The Art
@@ -187,10 +222,10 @@ class UnionDraw {
     double least = 1;
     size_t i = 0;
     for (size_t p = 0; p < parts.size(); p++) {
-      const double share = parts[p].tree.total / total;
+      const double share = parts[p].tree.total > 0 ? parts[p].tree.total / total : 0;
       for (int64_t k = 0; k < counts[p]; k++, i++) {
         exact[i] = static_cast<double>(probability[i]) * share;
-        least = std::min(least, exact[i]);
+        if (exact[i] > 0) least = std::min(least, exact[i]);
         probability[i] = static_cast<float>(exact[i]);
       }
     }
@@ -200,7 +235,7 @@ class UnionDraw {
     }
     if (weights_ == UnionWeights::kBuffer) least = drawn_from_.smallest / total;
     if (weights_ == UnionWeights::kNone) least = 1.0 / static_cast<double>(drawn_from_.drawable);
-    for (double& p : exact) p = least / p;
+    for (double& p : exact) p = p > 0 ? least / p : 0;  // what was found may not be there any more
     power(exact.data(), n_, beta_, weight);
   }
 
@@ -209,6 +244,7 @@ class UnionDraw {
   const UnionWeights weights_;
   const uint64_t seed_, stream_, step_;
   std::vector<uint64_t> words_;
+  std::vector<std::vector<int64_t>> chosen_;
   DrawnFrom drawn_from_;
 };
 

@@ -104,20 +104,84 @@ inline Candidates candidates_of(PyObject* part, std::deque<ArrayView>& views, co
   return made;
 }
 
+inline std::vector<Candidates> all_candidates(PyObject* list, std::deque<ArrayView>& views, const UnionRound& round) {
+  std::vector<Candidates> parts;
+  const Py_ssize_t count = PyList_Size(list);
+  if (count < 0) throw PythonError{};
+  for (Py_ssize_t i = 0; i < count; i++) parts.push_back(candidates_of(PyList_GetItem(list, i), views, round));
+  return parts;
+}
+
 // make(parts) -> whether the candidates suffice, and the batch is made of them; each as candidates_of() says, all with
 // a total above 0. Those that are in the batch already come first.
 inline PyObject* make(PyObject* self, PyObject* list) {
   return method<UnionDrawObject>(self, [&](UnionDrawObject& s) {
-    std::vector<Candidates> parts;
     std::deque<ArrayView> views;
-    const Py_ssize_t count = PyList_Size(list);
-    if (count < 0) throw PythonError{};
-    if (count == 0) return false;
-    parts.reserve(static_cast<size_t>(count));
-    for (Py_ssize_t i = 0; i < count; i++) parts.push_back(candidates_of(PyList_GetItem(list, i), views, *s.round));
+    const std::vector<Candidates> parts = all_candidates(list, views, *s.round);
     const Unlocked others;
-    return s.round->make(parts);
+    return !parts.empty() && s.round->make(parts);
   });
+}
+
+// take_all(parts): makes the batch of all items of these blocks.
+inline PyObject* take_all(PyObject* self, PyObject* list) {
+  return method<UnionDrawObject>(self, [&](UnionDrawObject& s) {
+    std::deque<ArrayView> views;
+    const std::vector<Candidates> parts = all_candidates(list, views, *s.round);
+    int64_t given = 0;
+    for (const Candidates& part : parts) given += part.block ? part.given : 0;
+    if (given != s.round->draw().items()) throw std::invalid_argument("the batch is of another number of items");
+    {
+      const Unlocked others;
+      s.round->take_all(parts);
+    }
+    return Py_NewRef(Py_None);
+  });
+}
+
+inline PyObject* list_of(const std::vector<int64_t>& counts) {
+  Ref list(checked(PyList_New(0)));
+  for (const int64_t count : counts)
+    if (PyList_Append(list.get(), Ref(checked(PyLong_FromLongLong(count))).get())) throw PythonError{};
+  return list.release();
+}
+
+inline std::vector<double> doubles(PyObject* list) {
+  std::vector<double> values;
+  for (Py_ssize_t i = 0; i < PyList_Size(list); i++) values.push_back(as_double(PyList_GetItem(list, i)));
+  return values;
+}
+
+// asked(totals, n, slack) -> how many candidates to ask of each part.
+inline PyObject* asked(PyObject*, PyObject* args) {
+  return guarded([&] {
+    PyObject* totals;
+    long long n;
+    double slack;
+    if (!PyArg_ParseTuple(args, "O!Ld", &PyList_Type, &totals, &n, &slack)) throw PythonError{};
+    return list_of(UnionDraw::asked(doubles(totals), n, slack));
+  });
+}
+
+// most(totals, n) -> how many of n items may come from each part at most.
+inline PyObject* most(PyObject*, PyObject* args) {
+  return guarded([&] {
+    PyObject* totals;
+    long long n;
+    if (!PyArg_ParseTuple(args, "O!L", &PyList_Type, &totals, &n)) throw PythonError{};
+    return list_of(UnionDraw::most(doubles(totals), n));
+  });
+}
+
+// Of each part the positions of those of its candidates that are in the batch, int64 [count].
+inline PyObject* chosen(UnionDrawObject& s) {
+  Ref list(checked(PyList_New(0)));
+  for (const std::vector<int64_t>& which : s.round->draw().chosen()) {
+    const auto* const bytes = reinterpret_cast<const char*>(which.data());
+    const Ref part(checked(PyBytes_FromStringAndSize(bytes, static_cast<Py_ssize_t>(8 * which.size()))));
+    if (PyList_Append(list.get(), part.get())) throw PythonError{};
+  }
+  return list.release();
 }
 
 // wait(ns) -> whether all is there, after that time at most. A signal ends the wait, too. Those that belong to the same
@@ -169,18 +233,22 @@ inline bool is_there(UnionDrawObject& s) {
 inline bool is_made(UnionDrawObject& s) { return !s.draws && s.round->here() && s.round->is_made(); }
 
 inline PyObject* drawn_from(UnionDrawObject& s) {
-  const DrawnFrom& from = s.round->drawn_from();
+  const DrawnFrom& from = s.round->draw().drawn_from();
   return checked(Py_BuildValue("dLdd", from.total, static_cast<long long>(from.drawable), from.smallest, from.beta));
 }
 
 inline PyMethodDef methods[] = {
+    {"asked", asked, METH_VARARGS | METH_STATIC, nullptr},
+    {"most", most, METH_VARARGS | METH_STATIC, nullptr},
     {"make", make, METH_O, nullptr},
+    {"take_all", take_all, METH_O, nullptr},
     {"wait", wait, METH_O, nullptr},
     {"abandon", plain_method<UnionDrawObject, [](UnionDrawObject& s) { abandon(s); }>, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 inline PyGetSetDef getset[] = {
     {"is_there", attribute<UnionDrawObject, [](UnionDrawObject& s) { return is_there(s); }>, nullptr, nullptr, nullptr},
     {"is_made", attribute<UnionDrawObject, [](UnionDrawObject& s) { return is_made(s); }>, nullptr, nullptr, nullptr},
+    {"chosen", attribute<UnionDrawObject, [](UnionDrawObject& s) { return chosen(s); }>, nullptr, nullptr, nullptr},
     {"drawn_from", attribute<UnionDrawObject, [](UnionDrawObject& s) { return drawn_from(s); }>, nullptr, nullptr,
      nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};

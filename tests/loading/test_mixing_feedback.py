@@ -10,7 +10,7 @@ from mixed_buffers import filled, priorities, rows_of, take
 from torch.utils.data import DataLoader, default_convert
 
 import torchreplay as tr
-from torchreplay.ray.sharded.global_distribution import as_keys
+from torchreplay.ray.sharded.shard_keys import as_keys
 
 
 @pytest.fixture

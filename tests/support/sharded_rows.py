@@ -5,7 +5,7 @@ import torch
 from scipy import stats
 
 import torchreplay as tr
-from torchreplay.ray.sharded.global_distribution import KEY_BITS
+from torchreplay.ray.sharded.shard_keys import KEY_BITS
 
 SPEC = {"node": tr.Field((), torch.int64), "explorer": tr.Field((), torch.int64), "count": tr.Field((), torch.int64)}
 SPEC["image"] = tr.Field((16, 16), torch.uint8)

@@ -82,7 +82,9 @@ def test_it_counts_what_it_carries():
 def test_values_of_any_length_come_with_their_lengths():
     with Served(RAGGED) as served:
         report, block = served.link.draw(32, 1.0, served.layout).result(SECONDS)
-        batch = served.layout.joined([(block, report.candidates, np.arange(32))])
+        assert report.candidates == 32
+        fixed = served.layout.batch_over(served.layout.as_tensor(block), 32)
+        batch = served.layout.with_values(fixed, [(block, np.arange(32))])
         for i, at in enumerate(batch["index"].tolist()):
             begin, end = batch["offsets"]["tokens"][i : i + 2].tolist()
             assert batch["tokens"][begin:end].tolist() == [at] * (at % 4)

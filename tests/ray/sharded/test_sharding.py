@@ -13,7 +13,7 @@ from worker_errors import raised_by_worker
 
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay
-from torchreplay.ray.sharded.global_distribution import KEY_BITS
+from torchreplay.ray.sharded.shard_keys import KEY_BITS
 
 STEPS = {"obs": tr.Field((3,)), "action": tr.Field(), "reward": tr.Field()}
 STEPS |= {"terminated": tr.Field((), torch.bool), "truncated": tr.Field((), torch.bool)}

@@ -11,8 +11,8 @@ from local_shards import SPEC
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay
 from torchreplay.ray.sharded import shard_client
-from torchreplay.ray.sharded.global_distribution import KEY_BITS
 from torchreplay.ray.sharded.sample_request import SampleRequest
+from torchreplay.ray.sharded.shard_keys import KEY_BITS
 
 ALPHA, EPS, ROWS = 0.6, 1e-6, 40
 

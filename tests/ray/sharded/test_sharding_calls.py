@@ -15,10 +15,10 @@ pytest.importorskip("ray")
 from ray import exceptions
 
 from torchreplay.ray.sharded import reply_collector
-from torchreplay.ray.sharded.global_distribution import KEY_BITS, pack
 from torchreplay.ray.sharded.local_shard import Gone, ShardWriter
 from torchreplay.ray.sharded.reply_collector import ReplyCollector
 from torchreplay.ray.sharded.shard_actor import Shard
+from torchreplay.ray.sharded.shard_keys import KEY_BITS, pack
 
 UNREACHABLE = exceptions.ActorUnavailableError("connection reset", b"0" * 16)
 DEAD = exceptions.ActorDiedError()

@@ -17,9 +17,9 @@ from synced import watch_syncs
 import torchreplay as tr
 from torchreplay.lightning import PriorityFeedback, ReplayCheckpoint, ReplayDataModule
 from torchreplay.ray import ShardedReplay
-from torchreplay.ray.sharded.global_distribution import KEY_BITS
 from torchreplay.ray.sharded.manifest import Counts, Manifest, Part
 from torchreplay.ray.sharded.shard_actor import Shard
+from torchreplay.ray.sharded.shard_keys import KEY_BITS
 from torchreplay.schema.config import Config
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from remote_explorers import SPEC, Explorer, assert_complete, rows_of
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerPool, ReplayLost, ShardedReplay, ShardLost
-from torchreplay.ray.sharded.global_distribution import KEY_BITS
+from torchreplay.ray.sharded.shard_keys import KEY_BITS
 from torchreplay.segment import waits
 
 pytestmark = pytest.mark.slow

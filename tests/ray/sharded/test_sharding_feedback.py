@@ -11,7 +11,7 @@ from unequal_shards import ALPHA, EPS, prioritize
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay
 from torchreplay.ray.sharded import shard_feedback
-from torchreplay.ray.sharded.global_distribution import KEY_BITS
+from torchreplay.ray.sharded.shard_keys import KEY_BITS
 
 pytestmark = pytest.mark.slow
 

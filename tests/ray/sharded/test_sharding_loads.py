@@ -13,7 +13,7 @@ import torchreplay as tr
 from torchreplay.checkpoint.joined_rows import divided
 from torchreplay.ray import ShardedReplay
 from torchreplay.ray.sharded import save_restore
-from torchreplay.ray.sharded.global_distribution import KEY_BITS
+from torchreplay.ray.sharded.shard_keys import KEY_BITS
 
 SPEC = {"x": tr.Field()}
 

@@ -14,7 +14,7 @@ from sharded_rows import SPEC, assert_intact, shards_of, write, write_until_stop
 
 import torchreplay as tr
 from torchreplay.ray import ReplayLost, ShardedReplay, ShardLost
-from torchreplay.ray.sharded.global_distribution import KEY_BITS
+from torchreplay.ray.sharded.shard_keys import KEY_BITS
 
 pytestmark = pytest.mark.slow
 

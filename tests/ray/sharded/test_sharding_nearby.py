@@ -14,8 +14,8 @@ from sharded_rows import SPEC, assert_follows, assert_intact, shards_of, write, 
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay, ShardLost
 from torchreplay.ray.sharded.coordinator import Coordinator
-from torchreplay.ray.sharded.global_distribution import KEY_BITS
 from torchreplay.ray.sharded.shard_actor import Shard
+from torchreplay.ray.sharded.shard_keys import KEY_BITS
 from torchreplay.schema.config import Config
 
 pytestmark = pytest.mark.slow

@@ -15,12 +15,9 @@ import torchreplay as tr
 from torchreplay import _C
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.ray.sharded.batch_block import Layout, RecycledMemory
-from torchreplay.ray.sharded.global_distribution import (
+from torchreplay.ray.sharded.shard_keys import (
     KEY_BITS,
     MAX_SHARDS,
-    GlobalDistribution,
-    candidates,
-    chosen,
     pack,
     unpack,
 )
@@ -74,6 +71,18 @@ def assert_follows(observed, expected):
 # The arithmetic.
 
 
+ROWS = {"a": {"b": tr.Field((3, 2), torch.float64), "c": tr.Field((), torch.bool)}, "d": tr.Field((5,), torch.bfloat16)}
+
+
+def candidates_of(layout, n, total, first, chance):
+    """A block of `n` items of random bytes, whose keys count from `first` on."""
+    block = layout.new_block(n).random_(0, 2, generator=chance)
+    batch = layout.batch_over(block, n)
+    batch["key"][:] = torch.arange(first, first + n)
+    batch["probability"][:] = 1 / n
+    return block, batch, TreeSummary(total, n, total / n)
+
+
 @given(st.lists(st.integers(0, 9), max_size=40), st.lists(st.integers(0, 9), unique=True))
 def test_items_found_stand_where_their_keys_were_asked_for(asked, found):
     rows = rows_of(np.array(asked, np.int64), np.array(found, np.int64))
@@ -83,63 +92,31 @@ def test_items_found_stand_where_their_keys_were_asked_for(asked, found):
 totals = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1e9)), min_size=1, max_size=8).filter(any)
 
 
-@given(totals, st.integers(1, 600), st.integers(0, 2**32 - 1))
-def test_counts_sum_to_the_batch_and_stay_within_what_was_promised(parts, n, seed):
-    union = GlobalDistribution(tuple(TreeSummary(total, 1, total) for total in parts))
-    counts = union.counts(n, np.random.default_rng(seed).random(n))
-    assert counts.sum() == n
-    for total, count, most in zip(parts, counts, union.most(n), strict=True):
-        assert count <= most <= n
-        assert total or not count
-        assert abs(count - n * total / union.total) < 2 + 1e-6
+def most_of(totals, n):
+    """How many of n items may come from each: n strata of which each that a part touches may lie in it."""
+    return [min(n, int(n * total / sum(totals)) + 2) if total else 0 for total in totals]
 
 
 @given(totals, st.integers(1, 600))
 def test_shards_that_did_not_change_are_asked_for_enough(parts, n):
-    union = GlobalDistribution(tuple(TreeSummary(total, 1, total) for total in parts))
+    assert _C.UnionDraw.most(parts, n) == most_of(parts, n)
     for slack in (0.0, 1 / 64, 1.0):
-        asked = candidates(parts, n, slack)
-        assert all(most <= count <= n for most, count in zip(union.most(n), asked, strict=True))
+        asked = _C.UnionDraw.asked(parts, n, slack)
+        assert all(most <= count <= n for most, count in zip(most_of(parts, n), asked, strict=True))
 
 
 def test_counts_are_the_shards_shares_on_average():
-    union = GlobalDistribution(
-        (TreeSummary(1e-3, 1, 1e-3), TreeSummary(7.3, 9, 0.1), TreeSummary(0.0, 0, 0.0), TreeSummary(92.7, 3, 1.0))
-    )
-    chance, n, batches = np.random.default_rng(0), 10, 20_000
-    mean = np.mean([union.counts(n, chance.random(n)) for _ in range(batches)], axis=0)
-    share = np.array([part.total for part in union.parts]) / union.total
+    totals, n, batches = np.array([1e-3, 7.3, 0.0, 92.7]), 10, 20_000
+    layout, chance = Layout(flatten({"x": tr.Field()})), torch.Generator()
+    parts = [candidates_of(layout, n, total, 100 * k, chance) for k, total in enumerate(totals.tolist())]
+    batch, mean = layout.new_batch(n), np.zeros(4)
+    for step in range(batches):
+        draw = _C.UnionDraw(n, 0.0, "equal", 5, 0, step, layout.tensors(batch))
+        assert draw.make([(tree, n, block, 0) for block, _, tree in parts])
+        mean += np.bincount(batch["key"].numpy() // 100, minlength=4) / batches
     # A stratum that holds a border varies by at most 1/4, and a part has two borders: 5 standard errors.
-    assert (np.abs(mean - n * share) <= 5 * np.sqrt(0.5 / batches)).all()
+    assert (np.abs(mean - n * totals / totals.sum()) <= 5 * np.sqrt(0.5 / batches)).all()
     assert mean[2] == 0
-
-
-@pytest.mark.parametrize("weights", ["buffer", "batch", "none"])
-def test_weights_are_those_of_the_published_formula_over_the_union(weights):
-    leaves = [np.array([0.5, 2.0, 8.0]), np.array([]), np.array([0.25, 4.0])]
-    parts = tuple(TreeSummary(x.sum(), len(x), x.min(initial=np.inf) if len(x) else 0.0) for x in leaves)
-    whole = np.concatenate(leaves)
-    probability = whole / whole.sum()
-    given_ones = probability[[0, 2, 2, 4]]
-    raw = (len(whole) * probability) ** -0.7
-    mine = (len(whole) * given_ones) ** -0.7
-    expected = mine / {"buffer": raw.max(), "batch": mine.max(), "none": 1.0}[weights]
-    found = GlobalDistribution(parts).weights(given_ones, 0.7, prioritized(weights=weights))
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-    assert found.dtype == np.float32
-    assert (GlobalDistribution(parts).weights(given_ones, 0.7, tr.Uniform()) == 1).all()
-
-
-def test_every_candidate_is_equally_likely_to_be_taken():
-    chance, counts = np.random.default_rng(3), np.zeros(20)
-    for _ in range(4000):
-        taken = chosen(chance, 20, 13)
-        assert (np.diff(taken) > 0).all()
-        counts[taken] += 1
-    # Without replacement counts vary less than independent ones do, so that the upper tail is a bound.
-    assert stats.chisquare(counts).pvalue > FALSE_ALARM
-    assert chosen(chance, 5, 5).tolist() == [0, 1, 2, 3, 4]
-    assert chosen(chance, 5, 0).tolist() == []
 
 
 def test_keys_carry_the_shard_and_stay_positive():
@@ -152,24 +129,24 @@ def test_keys_carry_the_shard_and_stay_positive():
         assert (back == own).all()
 
 
-def test_a_batch_gets_every_byte_of_the_items_chosen():
-    spec = {
-        "a": {"b": tr.Field((3, 2), torch.float64), "c": tr.Field((), torch.bool)},
-        "d": tr.Field((5,), torch.bfloat16),
-    }
-    layout, chance = Layout(flatten(spec)), torch.Generator().manual_seed(1)
-    batch = layout.new_batch(5)
-    room, at = layout.item_bytes(batch), 0
-    expected = []
-    for n, which in ((4, [0, 3]), (1, []), (7, [1, 2, 6])):
-        block = layout.new_block(n).random_(0, 2, generator=chance)
-        part = layout.batch_over(block, n)
-        layout.copy(block.numpy(), n, np.array(which, dtype=np.int64), room, at)
-        expected.append({k: part["a"][k][which] for k in "bc"} | {"d": part["d"][which], "key": part["key"][which]})
-        at += len(which)
-    for name, found in {**batch["a"], "d": batch["d"], "key": batch["key"]}.items():
-        assert torch.equal(found.view(torch.uint8), torch.cat([e[name] for e in expected]).view(torch.uint8)), name
-    assert batch["a"]["b"].shape == (5, 3, 2)
+def test_all_items_that_were_found_make_a_batch_with_every_byte():
+    layout, chance = Layout(flatten(ROWS)), torch.Generator().manual_seed(1)
+    parts = [candidates_of(layout, n, total, 10 * n, chance) for n, total in ((4, 2.0), (1, 5.0), (7, 0.0))]
+    batch = layout.new_batch(12)
+    draw = _C.UnionDraw(12, 0.5, "batch", 1, 2, 3, layout.tensors(batch))
+    trees = [parts[0][2], parts[1][2], TreeSummary(0.0, 0, 0.0)]  # those of the last one have gone since
+    found = [(tree, n, block, 0) for tree, n, (block, _, _) in zip(trees, (4, 1, 7), parts, strict=True)]
+    draw.take_all([*found, (TreeSummary(9.0, 2, 1.0), 0, None, 0)])
+    sources = [layout.tensors(part) for _, part, _ in parts]
+    for found, *each in list(zip(layout.tensors(batch), *sources, strict=True))[:-2]:
+        assert torch.equal(found.view(torch.uint8), torch.cat(each).view(torch.uint8))
+    probability = np.repeat([2 / 16 / 4, 5 / 16, 0.0], (4, 1, 7))
+    np.testing.assert_allclose(batch["probability"].numpy(), probability, rtol=1e-6)
+    expected = np.repeat([1.0, (5 / 16 / (2 / 16 / 4)) ** -0.5, 0.0], (4, 1, 7))
+    np.testing.assert_allclose(batch["weight"].numpy(), expected, rtol=1e-6)
+    assert draw.drawn_from == pytest.approx((16.0, 7, 0.5, 0.5))
+    with pytest.raises(ValueError, match="the batch is of another number of items"):
+        draw.take_all([(parts[0][2], 4, parts[0][0], 0)])
 
 
 TOKENS = {
@@ -248,10 +225,8 @@ def test_items_with_values_of_any_length_are_picked_in_any_order():
     items = [buffer.gather([key]) for key in buffer.keys().tolist()]
     which = np.array([2, 0, 0, 3, 4, 5, 1], dtype=np.int64)
     whole = buffer.gather(buffer.keys())
-    for batch in (
-        layout.picked(whole, which),
-        layout.joined([(layout.packed(items[i]), 1, np.array([0])) for i in which]),
-    ):
+    alone = [(layout.packed(items[i]), np.array([0])) for i in which]
+    for batch in (layout.picked(whole, which), layout.with_values(layout.fixed(whole, which), alone)):
         assert list(batch) == list(whole)
         assert batch.lengths("obs/text").shape == (7, 4)
         for at, i in enumerate(which):
@@ -275,18 +250,6 @@ def test_more_elements_than_offsets_can_say_are_refused(monkeypatch):
         layout.picked(batch, np.array([0, 1]))
 
 
-ROWS = {"a": {"b": tr.Field((3, 2), torch.float64), "c": tr.Field((), torch.bool)}, "d": tr.Field((5,), torch.bfloat16)}
-
-
-def candidates_of(layout, n, total, first, chance):
-    """A block of `n` items of random bytes, whose keys count from `first` on."""
-    block = layout.new_block(n).random_(0, 2, generator=chance)
-    batch = layout.batch_over(block, n)
-    batch["key"][:] = torch.arange(first, first + n)
-    batch["probability"][:] = 1 / n
-    return block, batch, TreeSummary(total, n, total / n)
-
-
 @given(
     st.integers(1, 60),
     st.lists(st.floats(0.01, 100), min_size=1, max_size=4),
@@ -296,8 +259,7 @@ def candidates_of(layout, n, total, first, chance):
 def test_the_native_core_makes_a_batch_of_whole_items_in_the_shards_shares(n, totals, here, step):
     layout, chance = Layout(flatten(ROWS)), torch.Generator().manual_seed(step)
     parts = [candidates_of(layout, n, total, 1000 * k, chance) for k, total in enumerate(totals)]
-    union = GlobalDistribution(tuple(tree for _, _, tree in parts))
-    batch = layout.new_batch(n)
+    batch, total = layout.new_batch(n), sum(totals)
     draw = _C.UnionDraw(n, 0.7, "buffer", 7, 0, step, layout.tensors(batch))
     if here:  # the first one has its items in the batch
         for target, source in zip(layout.tensors(batch), layout.tensors(parts[0][1]), strict=True):
@@ -309,18 +271,23 @@ def test_the_native_core_makes_a_batch_of_whole_items_in_the_shards_shares(n, to
     counts = np.bincount(keys // 1000, minlength=len(parts))
     assert (counts[keys // 1000] > 0).all()
     assert (np.diff(keys // 1000) >= 0).all(), "items of one shard lie together"
-    for total, count, most in zip(totals, counts, union.most(n), strict=True):
+    for part, count, most in zip(totals, counts, most_of(totals, n), strict=True):
         assert count <= most
-        assert abs(count - n * total / union.total) < 2 + 1e-6
+        assert abs(count - n * part / total) < 2 + 1e-6
     for at, key in enumerate(keys.tolist()):
         source = parts[key // 1000][1]
         for target, values in zip(layout.tensors(batch)[:-3], layout.tensors(source)[:-3], strict=True):
             assert torch.equal(target[at].view(torch.uint8), values[key % 1000].view(torch.uint8))
-    share = np.array(totals)[keys // 1000] / union.total
+    taken = [np.frombuffer(which, np.int64) + 1000 * k for k, which in enumerate(draw.chosen)]
+    assert sorted(keys.tolist()) == np.concatenate(taken).tolist()
+    if not here:
+        assert keys.tolist() == np.concatenate(taken).tolist(), "the values of these items go with them"
+    share = np.array(totals)[keys // 1000] / total
     np.testing.assert_allclose(batch["probability"].numpy(), share / n, rtol=1e-6)
-    expected = union.weights(share / n, 0.7, prioritized())
+    smallest = min(totals) / n
+    expected = (share / n / (smallest / total)) ** -0.7  # over the largest of the union, that of its smallest leaf
     np.testing.assert_allclose(batch["weight"].numpy(), expected, rtol=1e-6)
-    assert draw.drawn_from == pytest.approx((union.total, union.drawable, union.smallest, 0.7))
+    assert draw.drawn_from == pytest.approx((total, n * len(totals), smallest, 0.7))
 
 
 @pytest.mark.parametrize("weights", ["buffer", "batch", "none", "equal"])

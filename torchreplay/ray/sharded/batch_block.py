@@ -24,9 +24,6 @@ KEPT = 16
 
 RESERVED: Final[Mapping[Path, Field]] = {("key",): Field((), torch.int64), **DRAWN}
 
-ItemBytes: TypeAlias = list[NDArray[np.uint8]]
-"""Of each tensor of a batch the bytes of its items, `[n, bytes]`."""
-
 MOST_ELEMENTS: Final = int(np.iinfo(np.int32).max)
 """Of a ragged field in a batch: offsets are int32."""
 
@@ -44,8 +41,8 @@ class RaggedItems:
 Block: TypeAlias = NDArray[np.uint8] | RaggedItems
 """Items of one shard, on their way."""
 
-Chosen: TypeAlias = tuple[Block, int, NDArray[np.int64]]
-"""A block, how many items it has, and which of them are taken."""
+Chosen: TypeAlias = tuple[RaggedItems, NDArray[np.int64]]
+"""Items, and which of them are taken."""
 
 
 class RecycledMemory:
@@ -100,37 +97,32 @@ class Layout:
         """Returns a batch of `n` items of any content, in memory of its own."""
         return self.batch_over(self.new_block(n), n)
 
-    def copy(self, source: NDArray[np.uint8], given: int, which: NDArray[np.int64], room: ItemBytes, at: int) -> None:
-        """Copies items `which` of a block that has `given` of them into a batch's `room`, from item `at` on."""
-        if not len(which):
-            return
-        for info, target in zip(self._packing(given).infos, room, strict=True):
-            rows = source[info.offset : info.offset + info.nbytes].reshape(given, -1)
-            rows.take(which, 0, target[at : at + len(which)], "clip")  # another mode would copy twice
-
     def tensors(self, batch: ReplayBatch) -> list[torch.Tensor]:
         """Returns a batch's tensors of one shape, in the order of a block: key, weight and probability are the last."""
         return [_at(batch, path) for path in self._fields]
 
     @staticmethod
     def as_tensor(block: Block) -> torch.Tensor:
-        """Returns a block without values of any length as a tensor. That of Ray's object store is copied."""
-        assert isinstance(block, np.ndarray)
-        return torch.from_numpy(block if block.flags.writeable else block.copy())
+        """Returns a block as a tensor, without values of any length. That of Ray's object store is copied."""
+        fixed = block.block if isinstance(block, RaggedItems) else block
+        return torch.from_numpy(fixed if fixed.flags.writeable else fixed.copy())
 
-    def item_bytes(self, batch: ReplayBatch) -> ItemBytes:
-        """Returns the memory of a batch's tensors of one shape, in the order of a block."""
-        n = len(batch["key"])
-        return [_bytes_of(_at(batch, path), n) for path in self._fields]
+    def item_bytes(self, batch: ReplayBatch) -> list[NDArray[np.uint8]]:
+        """Returns the bytes of the items in each of a batch's tensors of one shape, `[n, bytes]`, as in a block."""
+        return [_bytes_of(tensor, len(tensor)) for tensor in self.tensors(batch)]
 
     def packed(self, batch: ReplayBatch) -> Block:
         """Returns the items of a batch as a block. Values of any length stay the batch's memory."""
+        return self._ragged_items(batch) if self._ragged else self._block(batch)
+
+    def _block(self, batch: ReplayBatch) -> NDArray[np.uint8]:
         n = len(batch["key"])
         block = self.new_block(n)
-        for target, source in zip(self.item_bytes(self.batch_over(block, n)), self.item_bytes(batch), strict=True):
-            target[:] = source
-        if not self._ragged:
-            return block.numpy()
+        for target, source in zip(self.tensors(self.batch_over(block, n)), self.tensors(batch), strict=True):
+            target.copy_(source)
+        return block.numpy()
+
+    def _ragged_items(self, batch: ReplayBatch) -> RaggedItems:
         first: dict[int, int] = {}  # fields that have the same lengths have one tensor of offsets
         lengths: list[NDArray[np.int64]] = []
         of = []
@@ -141,54 +133,45 @@ class Layout:
                 lengths.append(_at(batch["lengths"], path).numpy())
             of.append(first[id(offsets)])
         values = [_at(batch, path) for path in self._ragged]
-        return RaggedItems(block.numpy(), tuple(lengths), tuple(of), tuple(_bytes_of(v, len(v)) for v in values))
+        return RaggedItems(self._block(batch), tuple(lengths), tuple(of), tuple(_bytes_of(v, len(v)) for v in values))
 
-    def joined(self, parts: Sequence[Chosen]) -> ReplayBatch:
-        """Returns a batch of chosen items of several blocks, in their order.
-
-        Raises:
-            OverflowError: There are more elements of a ragged field than int32 offsets can say.
-        """
-        batch = self.new_batch(sum(len(which) for _, _, which in parts))
-        room, at = self.item_bytes(batch), 0
-        for block, given, which in parts:
-            self.copy(block.block if isinstance(block, RaggedItems) else block, given, which, room, at)
-            at += len(which)
-        ragged = [(block, which) for block, _, which in parts if isinstance(block, RaggedItems)]
-        return self._with_values(batch, ragged) if self._ragged else batch
-
-    def within(self, parts: Sequence[Chosen], budget: Mapping[str, int], order: NDArray[np.int64]) -> list[Chosen]:
-        """Returns what of `parts` stays within a budget.
+    def within(self, parts: Sequence[Chosen], budget: Mapping[str, int], order: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Returns which of the chosen items stay within a budget, bool `[n]`.
 
         Args:
-            parts: Chosen items.
+            parts: Those items.
             budget: The most elements of ragged fields, by name.
             order: Those items, counted over all parts, in a random order: the first ones stay, and always one.
         """
         names = ["/".join(path) for path in self._ragged]
-        ragged = [(block, which) for block, _, which in parts if isinstance(block, RaggedItems)]
         most = len(order)
         for name, elements in budget.items():
             at = names.index(name)
-            each = np.concatenate([_elements(items.lengths[items.of[at]])[which] for items, which in ragged])
+            each = np.concatenate([_elements(items.lengths[items.of[at]])[which] for items, which in parts])
             most = min(most, max(1, int(np.searchsorted(each[order].cumsum(), elements, side="right"))))
         stays = np.zeros(len(order), bool)
         stays[order[:most]] = True
-        ends = np.cumsum([len(which) for _, _, which in parts])
-        split = np.split(stays, ends[:-1])
-        return [(block, given, which[mine]) for (block, given, which), mine in zip(parts, split, strict=True)]
+        return stays
 
     def picked(self, batch: ReplayBatch, which: NDArray[np.int64]) -> ReplayBatch:
-        """Returns a batch of items of another one."""
-        if self._ragged:
-            return self.joined([(self.packed(batch), len(batch["key"]), which)])
-        picked = self.new_batch(len(which))
-        for target, source in zip(self.item_bytes(picked), self.item_bytes(batch), strict=True):
+        """Returns items of a batch, in memory of their own."""
+        picked = self.fixed(batch, which)
+        return self.with_values(picked, [(self._ragged_items(batch), which)]) if self._ragged else picked
+
+    def fixed(self, batch: ReplayBatch, which: NDArray[np.int64] | NDArray[np.bool_]) -> ReplayBatch:
+        """Returns items of a batch, without values of any length, in memory of their own."""
+        sources = self.item_bytes(batch)
+        picked = self.new_batch(len(sources[0][which]))
+        for target, source in zip(self.item_bytes(picked), sources, strict=True):
             target[:] = source[which]
         return picked
 
-    def _with_values(self, batch: ReplayBatch, parts: list[tuple[RaggedItems, NDArray[np.int64]]]) -> ReplayBatch:
-        """Returns the batch with values of any length of these items, and where they begin and end."""
+    def with_values(self, batch: ReplayBatch, parts: Sequence[Chosen]) -> ReplayBatch:
+        """Returns a batch with values of any length, those of the chosen items, and where they begin and end.
+
+        Raises:
+            OverflowError: There are more elements of a ragged field than int32 offsets can say.
+        """
         none: list[NDArray[np.int64]] = [np.empty(0, np.int64) for _ in self._ragged]
         of = parts[0][0].of if parts else tuple(range(len(none)))
         chosen = [[each[which] for each in items.lengths] for items, which in parts] or [none]

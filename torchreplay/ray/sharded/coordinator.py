@@ -10,10 +10,10 @@ import numpy as np
 
 from torchreplay.ray.runtime.cluster import errors_as_raised, living_nodes, only_on, reason
 from torchreplay.ray.runtime.session import import_ray, logger
-from torchreplay.ray.sharded.global_distribution import MAX_SHARDS
 from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter, LearnerReport, Rule, Totals
 from torchreplay.ray.sharded.shard_actor import Shard
+from torchreplay.ray.sharded.shard_keys import MAX_SHARDS
 from torchreplay.ray.sharded.shard_table import LostShard, ShardEntry, ShardTable
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import Limiter

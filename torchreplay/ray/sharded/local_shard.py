@@ -18,7 +18,7 @@ from torchreplay.buffer.writer import Autoreset, Writer, streams_of
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.runtime.session import logger
 from torchreplay.ray.sharded.batch_block import Layout
-from torchreplay.ray.sharded.global_distribution import pack
+from torchreplay.ray.sharded.shard_keys import pack
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport, ShardSampler
 from torchreplay.ray.sharded.shard_table import ShardEntry
 from torchreplay.schema.batch import ReplayBatch

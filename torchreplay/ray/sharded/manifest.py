@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from torchreplay.checkpoint.description import MAX_COUNT, MAX_COUNTER, MAX_DRAWS
 from torchreplay.checkpoint.directory import TOKEN, read_description
-from torchreplay.ray.sharded.global_distribution import MAX_SHARDS
+from torchreplay.ray.sharded.shard_keys import MAX_SHARDS
 from torchreplay.ray.sharded.shard_table import LostShard
 from torchreplay.schema.config import MAX_CAPACITY, Config
 from torchreplay.validation import checked_int

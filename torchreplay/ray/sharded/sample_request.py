@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from torchreplay import _C
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.errors import ReplayTimeout
-from torchreplay.ray.sharded.batch_block import Chosen, Layout, RaggedItems
-from torchreplay.ray.sharded.global_distribution import GlobalDistribution, candidates, chosen
+from torchreplay.ray.sharded.batch_block import Layout, RaggedItems
 from torchreplay.ray.sharded.rate_limiter import Round
 from torchreplay.ray.sharded.shard_client import Answers, ShardClient
 from torchreplay.ray.sharded.shard_sampler import Answer
@@ -20,6 +18,9 @@ from torchreplay.ray.sharded.shard_wire import ShardReply
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.samplers import Prioritized, Sampler
 from torchreplay.segment.waits import Wait
+
+if TYPE_CHECKING:
+    from torchreplay._C import Candidates
 
 LEAST_SLACK: Final = 1 / 64
 """Candidates asked for beyond a shard's share, so that it may have grown since the last answer."""
@@ -73,7 +74,7 @@ class SampleRequest:
         draws: _C.DrawsHere | None = None,
     ) -> None:
         self.round, self.n, self.asked_again = round, (n := round.n), False
-        self._shards, self._layout, self._chance, self._sampler = shards, layout, chance, sampler
+        self._shards, self._layout, self._chance, self._weights = shards, layout, chance, weights_of(sampler)
         self._beta, self._budget, self.has_budget = beta, budget, bool(budget)
         self._here, self._slack = here, slack
         self.calls: dict[int, Any] = {}  # of shards that were asked each by itself, by number
@@ -107,17 +108,12 @@ class SampleRequest:
         self._room = self._batch if here and not layout.is_ragged else None
         heard = {number: figures.drawn.total for number, figures in shards.figures.items()} | dict(self._totals)
         known = [heard.get(number, 0.0) for number in numbers]
-        asked = candidates(known, n, self._slack)
+        asked = _C.UnionDraw.asked(known, n, self._slack)
         self.calls = shards.order(dict(zip(numbers, asked, strict=True)), layout, self._room)
 
     def _begin(self, batch: ReplayBatch) -> _C.UnionDraw:
         self._batch = batch
         return _C.UnionDraw(self.n, self._beta, self._weights, *self._chance, self._layout.tensors(batch))
-
-    @property
-    def _weights(self) -> str:
-        """By what the native core divides weights."""
-        return self._sampler.weights if isinstance(self._sampler, Prioritized) else "equal"
 
     @property
     def is_answered(self) -> bool:
@@ -146,9 +142,7 @@ class SampleRequest:
             self._draw = None
             self._order()
         parts = self._parts(self._complete(self._shards.hear(self.calls, wait), wait))
-        if not parts:
-            return None
-        return self._with_values(parts) if self._layout.is_ragged else self._fixed(parts)
+        return self._made_of(parts) if parts else None
 
     def _is_made_of_all(self, union: _C.UnionShards, draw: _C.UnionDraw, wait: Wait) -> bool:
         """Waits until all shards have sent what they were asked for at once, and returns whether that is the batch."""
@@ -165,51 +159,42 @@ class SampleRequest:
         parts = [(answers[number][1] is not None, number) for number in answers if answers[number][0].drawn.total > 0]
         return [answers[number] for _, number in sorted(parts)]
 
-    def _fixed(self, answers: list[Answer]) -> ReplayBatch | None:
-        parts = [
-            (figures.drawn, figures.candidates, None if block is None else self._layout.as_tensor(block), 0)
-            for figures, block in answers
-        ]
+    def _made_of(self, answers: list[Answer]) -> ReplayBatch | None:
+        parts = candidates_of(answers, self._layout)
         if self._draw is None:
             (tree, given, block, _), *others = parts
-            if block is not None and not others and given == self.n:
+            if block is not None and not others and given == self.n and not self._layout.is_ragged:
                 self._draw, parts = self._begin(self._layout.batch_over(block, self.n)), [(tree, given, None, 0)]
             else:
                 self._draw = self._begin(self._layout.new_batch(self.n))
         if not self._draw.make(parts):
             raise RuntimeError("the candidates of the shards do not suffice for a batch")
         self.drawn_from = TreeSummary(*self._draw.drawn_from)
-        return self._batch
+        return self._with_values(answers, self._draw.chosen) if self._layout.is_ragged else self._batch
 
-    def _with_values(self, answers: list[Answer]) -> ReplayBatch:
-        """Returns a batch of items with values of any length: so many of each answer's candidates."""
-        chance = np.random.Generator(
-            np.random.Philox(
-                key=np.array([self._chance.seed, self._chance.stream], np.uint64),
-                counter=self._chance.step << 64,  # its blocks are counted by the low bits
-            )
-        )
-        union = GlobalDistribution(tuple(figures.drawn for figures, _ in answers))
-        counts: NDArray[np.int64] = union.counts(self.n, chance.random(self.n))
-        parts: list[Chosen] = []
-        for (figures, block), count in zip(answers, counts.tolist(), strict=True):
-            assert isinstance(block, RaggedItems)  # where the total is more than 0, candidates were drawn
-            parts.append((block, figures.candidates, chosen(chance, figures.candidates, count)))
+    def _with_values(self, answers: list[Answer], chosen: list[bytes]) -> ReplayBatch:
+        """Returns the batch with the values of any length of the chosen candidates, or what of it is in the budget."""
+        batch, layout = self._batch, self._layout
+        assert batch is not None
+        parts = [
+            (block, np.frombuffer(which, np.int64))
+            for (_, block), which in zip(answers, chosen, strict=True)
+            if isinstance(block, RaggedItems)
+        ]
         if self._budget:  # items of one shard lie together: in that order its values would be left out each time
-            parts = self._layout.within(parts, self._budget, chance.permutation(self.n))
-        batch, counts = self._layout.joined(parts), np.array([len(which) for _, _, which in parts], np.int64)
-        union.weigh(batch, np.repeat(union.shares, counts), self._beta, self._sampler)
-        self.drawn_from = TreeSummary(union.total, union.drawable, union.smallest, self._beta)
-        return batch
+            stays = layout.within(parts, self._budget, np.random.default_rng(self._chance).permutation(self.n))
+            batch = layout.fixed(batch, stays)
+            if self._weights == "batch":
+                batch["weight"] /= batch["weight"].max()
+            split = np.split(stays, np.cumsum([len(which) for _, which in parts])[:-1])
+            parts = [(items, which[mine]) for (items, which), mine in zip(parts, split, strict=True)]
+        return layout.with_values(batch, parts)
 
     def _short(self, answers: Answers) -> dict[int, int]:
         """Returns how many items may come from those shards whose candidates might not be enough."""
-        numbers = sorted(answers)
-        union = GlobalDistribution(tuple(answers[number][0].drawn for number in numbers))
-        if not union.total:
-            return {}
-        most = zip(numbers, union.most(self.n), strict=True)
-        return {number: items for number, items in most if items > answers[number][0].candidates}
+        most = _C.UnionDraw.most([figures.drawn.total for figures, _ in answers.values()], self.n)
+        parts = zip(answers.items(), most, strict=True)
+        return {number: items for (number, (figures, _)), items in parts if items > figures.candidates}
 
     def _complete(self, answers: Answers, wait: Wait) -> Answers:
         """Asks those shards again whose candidates might not be enough, until all are."""
@@ -220,3 +205,14 @@ class SampleRequest:
             answers = {number: answer for number, answer in answers.items() if number not in short}
             answers |= self._shards.hear(self._shards.order(asked, self._layout, self._room), wait)
         return answers
+
+
+def weights_of(sampler: Sampler) -> str:
+    """Returns by what the native core divides weights."""
+    return sampler.weights if isinstance(sampler, Prioritized) else "equal"
+
+
+def candidates_of(answers: Iterable[Answer], layout: Layout) -> list[Candidates]:
+    """Returns answers as the native core takes them."""
+    each = [(figures.drawn, figures.candidates, block) for figures, block in answers]
+    return [(tree, n, None if block is None else layout.as_tensor(block), 0) for tree, n, block in each]

@@ -19,12 +19,12 @@ from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.coordinator_client import CoordinatorClient
-from torchreplay.ray.sharded.global_distribution import unpack
 from torchreplay.ray.sharded.local_shard import LocalAttachment, LocalShard
 from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, Rule
 from torchreplay.ray.sharded.remote_shard import RemoteAttachment
 from torchreplay.ray.sharded.reply_collector import ReplyCollector
+from torchreplay.ray.sharded.shard_keys import unpack
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport
 from torchreplay.ray.sharded.shard_table import LostShard, ShardEntry, ShardTable
 from torchreplay.ray.sharded.shard_wire import PLACES, ShardLink, read_report

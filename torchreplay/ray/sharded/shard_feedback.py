@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torchreplay.buffer.pending_updates import PendingUpdates, require_one_each
 from torchreplay.cuda.copies import to_host
 from torchreplay.loading.mixture import checked_errors
-from torchreplay.ray.sharded.global_distribution import as_keys, unpack
 from torchreplay.ray.sharded.shard_client import ShardClient
+from torchreplay.ray.sharded.shard_keys import as_keys, unpack
 from torchreplay.ray.sharded.shard_wire import ShardReply
 from torchreplay.schema.batch import ReplayBatch, keys_of
 

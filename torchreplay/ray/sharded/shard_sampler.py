@@ -14,7 +14,7 @@ from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.ray.sharded.batch_block import Block, Layout
-from torchreplay.ray.sharded.global_distribution import pack
+from torchreplay.ray.sharded.shard_keys import pack
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.samplers import Prioritized
 from torchreplay.segment.waits import NEVER

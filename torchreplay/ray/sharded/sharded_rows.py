@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.buffer.rewriting import episode_key, names_field, rewriting
-from torchreplay.ray.sharded.global_distribution import pack, unpack
 from torchreplay.ray.sharded.shard_client import ShardClient
 from torchreplay.ray.sharded.shard_feedback import ShardFeedback
+from torchreplay.ray.sharded.shard_keys import pack, unpack
 from torchreplay.ray.sharded.sharded_sampler import ShardedSampler
 from torchreplay.ray.sharded.stats import merged_histograms
 from torchreplay.schema.batch import ReplayBatch

@@ -21,13 +21,13 @@ from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.cuda.copies import DeviceCopies
 from torchreplay.cuda.staging import Staging
 from torchreplay.errors import ReplayTimeout
-from torchreplay.ray.sharded.batch_block import Layout
-from torchreplay.ray.sharded.global_distribution import GlobalDistribution, as_keys, unpack
+from torchreplay.ray.sharded.batch_block import Layout, RaggedItems
 from torchreplay.ray.sharded.local_shard import LocalShard
 from torchreplay.ray.sharded.rate_limiter import Round
-from torchreplay.ray.sharded.sample_request import LEAST_SLACK, Chance, SampleRequest
+from torchreplay.ray.sharded.sample_request import LEAST_SLACK, Chance, SampleRequest, candidates_of, weights_of
 from torchreplay.ray.sharded.shard_client import ShardClient
 from torchreplay.ray.sharded.shard_feedback import ShardFeedback
+from torchreplay.ray.sharded.shard_keys import as_keys, unpack
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import Schedule, value_of
@@ -168,15 +168,15 @@ class ShardedSampler(BatchSource):
         self.shards.local.try_attach()
         wanted = {number: own[numbers == number] for number in np.unique(numbers).tolist()}
         answers = list(self.shards.gather(wanted, self._layout).values())
-        counts = [figures.candidates for figures, _ in answers]
-        parts = [(block, count, np.arange(count)) for count, (_, block) in zip(counts, answers, strict=True)]
-        found = self._layout.joined([(block, count, all_) for block, count, all_ in parts if block is not None])
-        union = GlobalDistribution(tuple(figures.drawn for figures, _ in answers))
-        rows = rows_of(asked, found["key"].numpy())
-        batch = self._layout.picked(found, rows)
-        if len(rows):
-            shares = np.repeat(union.shares, counts)[rows]
-            union.weigh(batch, shares, value_of(self._sampler.beta, self.shards.limiter.steps), self._sampler)
+        found = self._layout.new_batch(sum(figures.candidates for figures, _ in answers))
+        if n := len(found["key"]):
+            beta = value_of(self._sampler.beta, self.shards.limiter.steps)
+            draw = _C.UnionDraw(n, beta, weights_of(self._sampler), 0, 0, 0, self._layout.tensors(found))
+            draw.take_all(candidates_of(answers, self._layout))
+        if self._layout.is_ragged:
+            each = [(items, np.arange(len(items.lengths[0]))) for _, items in answers if isinstance(items, RaggedItems)]
+            found = self._layout.with_values(found, each)
+        batch = self._layout.picked(found, rows_of(asked, found["key"].numpy()))
         batch.source = self.nonce
         return self.finished(batch)
 

@@ -10,8 +10,8 @@ import torch
 
 from torchreplay.buffer.inspection import histograms
 from torchreplay.buffer.stats import Stats
-from torchreplay.ray.sharded.global_distribution import KEY_BITS
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter
+from torchreplay.ray.sharded.shard_keys import KEY_BITS
 from torchreplay.ray.sharded.shard_sampler import ShardReport
 from torchreplay.ray.sharded.shard_table import ShardTable
 from torchreplay.schema.samplers import Uniform
