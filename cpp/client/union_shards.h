@@ -187,6 +187,7 @@ class UnionShards {
       Shard& shard = shards_[i];
       if (!replies[i]) {
         shard.tree = round.drawn_here();
+        if (!here_->closed()) stopped |= here_->require_open()->stopped();
         continue;
       }
       if (!replies[i]->lost.empty() || !replies[i]->text.empty()) return false;

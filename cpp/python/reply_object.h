@@ -75,6 +75,9 @@ inline Reply& require_there(ReplyObject& s) {
   return *s.reply;
 }
 
+// Whether it is there, and says nothing but that all is done.
+inline bool is_well(const Reply& reply) { return reply.is_there() && reply.lost.empty() && reply.text.empty(); }
+
 // body() -> uint8 tensor [bytes], once; None: the answer has none, or it was taken.
 inline PyObject* body(ReplyObject& s) {
   Body& body = require_there(s).body;
@@ -104,6 +107,7 @@ inline PyMethodDef reply_methods[] = {
     {nullptr, nullptr, 0, nullptr}};
 inline PyGetSetDef reply_getset[] = {
     {"is_there", attribute<ReplyObject, [](ReplyObject& s) { return s.reply->is_there(); }>, nullptr, nullptr, nullptr},
+    {"is_well", attribute<ReplyObject, [](ReplyObject& s) { return is_well(*s.reply); }>, nullptr, nullptr, nullptr},
     {"head", attribute<ReplyObject, [](ReplyObject& s) { return bytes_of(require_there(s).head); }>, nullptr, nullptr,
      nullptr},
     {"text", attribute<ReplyObject, [](ReplyObject& s) { return bytes_of(require_there(s).text); }>, nullptr, nullptr,

@@ -134,19 +134,14 @@ inline PyObject* draw(PyObject* self, PyObject* args) {
   });
 }
 
-// take_in(draw) -> (whether all shards have said no more than figures, whether one was stopped), once all is there.
+// take_in(draw) -> (whether all shards have said no more than figures, whether one was stopped, [(number, head)] of
+// those that have sent their items), once all is there.
 inline PyObject* take_in(PyObject* self, PyObject* draw) {
   return method<Object>(self, [&](Object& s) {
+    const UnionRound& round = *state_of<UnionDrawObject>(draw).round;
     bool stopped = false;
-    const bool plain = s.shards->take_in(*state_of<UnionDrawObject>(draw).round, stopped);
-    return checked(PyTuple_Pack(2, plain ? Py_True : Py_False, stopped ? Py_True : Py_False));
-  });
-}
-
-// reports(draw) -> [(number, head)] of the shards that have sent their items for it.
-inline PyObject* reports(PyObject* self, PyObject* draw) {
-  return method<Object>(self, [&](Object& s) {
-    const auto replies = state_of<UnionDrawObject>(draw).round->replies();
+    const bool plain = s.shards->take_in(round, stopped);
+    const auto replies = round.replies();
     const Ref list(checked(PyList_New(0)));
     for (size_t i = 0; i < replies.size(); i++) {
       if (!replies[i] || !replies[i]->lost.empty()) continue;
@@ -155,7 +150,7 @@ inline PyObject* reports(PyObject* self, PyObject* draw) {
                                             static_cast<Py_ssize_t>(head.size()))));
       if (PyList_Append(list.get(), entry.get())) throw PythonError{};
     }
-    return Py_NewRef(list.get());
+    return checked(PyTuple_Pack(3, plain ? Py_True : Py_False, stopped ? Py_True : Py_False, list.get()));
   });
 }
 
@@ -217,7 +212,6 @@ inline PyType_Spec draws_spec = type_spec<DrawsHereObject>("torchreplay._C.Draws
 
 inline PyMethodDef methods[] = {{"draw", draw, METH_VARARGS, nullptr},
                                 {"take_in", take_in, METH_O, nullptr},
-                                {"reports", reports, METH_O, nullptr},
                                 {"replies", replies, METH_O, nullptr},
                                 {"feed_back", fast(feed_back), METH_FASTCALL, nullptr},
                                 {"is_whole",

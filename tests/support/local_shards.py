@@ -93,7 +93,9 @@ class LocalShards:
 
     def batch(self, n, step, beta=0.4, slack=1 / 64, place=None, budget=None):
         here, chance = self.here is not None, Chance(7, 0, step)
-        request = SampleRequest(self, self.layout, Round(n), chance, self.sampler, beta, slack, here, place, budget)
+        request = SampleRequest(
+            self, None, self.layout, Round(n), chance, self.sampler, beta, slack, here, place, budget
+        )
         return request.finish(None)
 
     def close(self):

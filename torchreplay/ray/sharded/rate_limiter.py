@@ -243,7 +243,8 @@ class Round:
     drawn: bool = False  # whether it was handed out
 
     def __del__(self) -> None:
-        self.give_up(self)
+        if self.step >= 0 or self.rule >= 0:
+            self.give_up(self)
 
 
 class LearnerLimiter:
@@ -256,7 +257,7 @@ class LearnerLimiter:
 
     def __init__(self, rule: Rule, stream: int) -> None:
         self._lock = threading.RLock()  # a signal handler may draw, too
-        self.rule = rule
+        self.rule, self.divides = rule, rule.divides
         self.others = Totals()  # what others have drawn
         self.items = self.batches = 0  # handed out by this learner
         self.largest = 1.0  # the largest raw priority heard of
@@ -274,7 +275,7 @@ class LearnerLimiter:
             if rule.number > self.rule.number:
                 if rule.cleared > self.rule.cleared:
                     self.largest = 1.0  # as in a new buffer
-                self.rule = rule  # what is under way was admitted by the one before
+                self.rule, self.divides = rule, rule.divides  # what is under way was admitted by the one before
                 self._sampled = self._counted = self._lease = self._enough = self._told = 0
 
     def covers(self, n: int) -> bool:
@@ -284,7 +285,7 @@ class LearnerLimiter:
     def admits(self, n: int) -> bool:
         """Returns whether `n` more items may be drawn, as far as is known."""
         with self._lock:
-            if not self.rule.divides and self.inserted >= self.needed(n):  # for as long as this limiter is kept to
+            if not self.divides and self.inserted >= self.needed(n):  # for as long as this limiter is kept to
                 self._lease, self._until, self._enough = MOST, math.inf, MOST
             return self.covers(n)
 
@@ -338,7 +339,7 @@ class LearnerLimiter:
     @property
     def unsaid(self) -> bool:
         """Whether the coordinator divides what is drawn, and lacks some of what was ordered here."""
-        return self.rule.divides and self._sampled != self._told
+        return self.divides and self._sampled != self._told
 
     def count(self, told: Mapping[int, ShardReport]) -> None:
         """Takes in what shards have answered."""
@@ -356,7 +357,7 @@ class LearnerLimiter:
         with self._lock:
             if others.moment > self.others.moment:
                 self.others = others
-                if others.rule == self.rule.number and self.rule.divides:
+                if others.rule == self.rule.number and self.divides:
                     self._lease, self._until = others.lease, others.until
                     self._enough = (self._lease + self._sampled) // 2
 
@@ -367,7 +368,7 @@ class LearnerLimiter:
         """
         with self._lock:
             sampled, wanted = self._sampled, 0
-            if not looks and self.rule.divides:
+            if not looks and self.divides:
                 wanted, self._told = n + AHEAD * max(0, sampled - self._told), sampled
                 # A part that is too small for a batch would be in others' way.
                 self._lease = min(self._lease, sampled + wanted if self._lease - sampled >= n else sampled)

@@ -42,10 +42,11 @@ class SampleRequest:
     candidates, shards are asked again, and what they said before is forgotten. Only the totals decide that, never the
     items or random numbers. `docs/sharding_in_depth.md` has the derivation.
 
-    The native core asks all shards at once and makes the batch of their answers, where `ShardClient.union` knows how.
+    The native core asks all shards at once and makes the batch of their answers, where it reaches them.
     Else each shard is asked by itself, and `finish` makes it.
 
     Args:
+        union: All shards, as the native core reaches them; None: it does not.
         round: What counts it, with the number of its items, while it is under way.
         chance: Of its random numbers.
         sampler: Of the buffer.
@@ -62,6 +63,7 @@ class SampleRequest:
     def __init__(
         self,
         shards: ShardClient,
+        union: _C.UnionShards | None,
         layout: Layout,
         round: Round,
         chance: Chance,
@@ -81,8 +83,8 @@ class SampleRequest:
         self._batch = place
         self._draw: _C.UnionDraw | None = None  # makes it
         self._totals: Mapping[int, float] = {}  # as the native core has heard them last
-        self._union = shards.union(layout)
-        if self._union is None:
+        self._union = union
+        if union is None:
             self._order()
             return
         name = self._weights, *chance, slack
@@ -90,10 +92,10 @@ class SampleRequest:
             self._batch = layout.new_batch(n)
         tensors = None if here or self._batch is None else layout.tensors(self._batch)
         try:
-            self._draw, self._batch = self._union.draw(n, beta, *name, self._batch, tensors, draws)
+            self._draw, self._batch = union.draw(n, beta, *name, self._batch, tensors, draws)
             shards.rounds += 1
         except RuntimeError:
-            if shards.union_now is self._union:  # else another thread has let go of the shard here
+            if shards.union_now is union:  # else another thread has let go of the shard here
                 raise
             self._union = None
             self._order()

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -105,17 +105,17 @@ class ShardClient:
                 said, self._said = self._said, {}
                 self._note({number: (read_report(head), None) for number, head in said.items()})
 
-    @property
+    @cached_property
     def limiter(self) -> LearnerLimiter:
         """The limiter, as far as this learner knows what was inserted and drawn."""
-        if self._limiter is None:
-            stream = self.coordinator.ask("join")
-            with self._lock:
-                if self._limiter is None:  # no other thread has asked meanwhile
-                    self._limiter = LearnerLimiter(self.table.rule, stream)
-                    self._take_in(self.table)
-            self._catch_up()
-        return self._limiter
+        stream = self.coordinator.ask("join")
+        with self._lock:
+            if self._limiter is None:  # no other thread has asked meanwhile
+                self._limiter = LearnerLimiter(self.table.rule, stream)
+                self._take_in(self.table)
+            joined = self._limiter
+        self._catch_up()
+        return joined
 
     def require_open(self) -> None:
         """Raises RuntimeError if the `ShardedReplay` is closed."""
@@ -159,25 +159,27 @@ class ShardClient:
         """
         if self._limiter is None:  # there is nothing to report
             return
-        with self._lock:
-            now = time.monotonic()
-            due = n or self._is_due(now)
-            if last or (due and len(self._reports) <= (n > 0)):  # one on its way may not say `n`
-                report = self._limiter.report(n)
-                self._reported_at = self._reported_at if n else now
-                looks = now - self._looked_at >= REFRESH
-                self._looked_at = now if looks else self._looked_at
-                self._reports.append((self.coordinator.tell("report", report, looks), now))
-            calls = [call for call, _ in self._reports] if n else []
-        self.report_later()
-        if calls:
-            self._ray.wait(calls, num_returns=len(calls), timeout=ANSWER_SECONDS)
+        if self._reports:
             self.refresh()
+        now = time.monotonic()
+        if n or last or self._is_due(now):
+            with self._lock:
+                if last or len(self._reports) <= (n > 0):  # one on its way may not say `n`
+                    report = self._limiter.report(n)
+                    self._reported_at = self._reported_at if n else now
+                    looks = now - self._looked_at >= REFRESH
+                    self._looked_at = now if looks else self._looked_at
+                    self._reports.append((self.coordinator.tell("report", report, looks), now))
+                calls = [call for call, _ in self._reports]
+            if n:
+                self._ray.wait(calls, num_returns=len(calls), timeout=ANSWER_SECONDS)
+                self.refresh()
+        self.report_later()
 
     def _is_due(self, now: float) -> bool:
         """Whether it is time for a report."""
         limiter = self.limiter
-        return limiter.short or now - self._reported_at >= (REPORT_SECONDS if limiter.rule.divides else NEWS_SECONDS)
+        return limiter.short or now - self._reported_at >= (REPORT_SECONDS if limiter.divides else NEWS_SECONDS)
 
     def report_later(self) -> None:
         """Has what was drawn be reported soon, though no other call may follow: explorers may wait for it."""
@@ -337,6 +339,9 @@ class ShardClient:
             return None
         self.coordinator.require_own_process()
         known, here, union = self._union
+        if here is not None and time.monotonic() - self._seen_at >= LOOK_SECONDS and not self._is_alive(here):
+            self._union = None
+            return None
         table = self.table
         if known is not table:  # most of them bring nothing new
             if known.memories != table.memories or known.rule.cleared != table.rule.cleared:
@@ -351,20 +356,14 @@ class ShardClient:
         that is on another node are the batch as they come.
         """
         self.coordinator.require_own_process()
-        table, here = self.table, self.local.shard
-        now = time.monotonic()
-        if here is not None and now - self._seen_at >= LOOK_SECONDS:
-            self._seen_at = now
-            if not here.alive:  # its memory is there for as long as somebody has it
-                self._union = None
-                return None
-        before = None
+        table, here, before = self.table, self.local.shard, None
         if self._union is not None:
             if (union := self.union_now) is not None:
                 return union
+        if self._union is not None:
             known, _, union = self._union
             before, self._union = union if known.rule.cleared == table.rule.cleared else None, None
-        if layout.is_ragged or (here is None and len(table.entries) < 2):
+        if layout.is_ragged or (not self._is_alive(here) if here else len(table.entries) < 2):
             return None
         shards: list[tuple[int, _C.Link | None]] = []
         with self._lock:
@@ -385,13 +384,18 @@ class ShardClient:
         Raises:
             Stopped: The buffer was stopped.
         """
-        plain, stopped = union.take_in(draw)
+        plain, stopped, said = union.take_in(draw)
         with self._lock:
-            self._said.update(union.reports(draw))
+            self._said.update(said)
         self._heard_stop = self._heard_stop or stopped
-        if self._heard_stop or self.table.stopped or self.local.stopped:
+        if self._heard_stop or self.table.stopped:
             raise Stopped(f"{self.called} was stopped")
         return plain
+
+    def _is_alive(self, here: LocalShard) -> bool:
+        """Whether the process of the shard here is there: its memory is for as long as somebody has it."""
+        self._seen_at = time.monotonic()
+        return here.alive
 
     def gather(self, keys: Mapping[int, NDArray[np.int64]], layout: Layout) -> Answers:
         """Returns what all shards have to say of themselves, and the items that they find; those lost are left out.

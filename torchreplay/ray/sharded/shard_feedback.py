@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from torchreplay import _C
 from torchreplay.buffer.pending_updates import PendingUpdates, require_one_each
 from torchreplay.cuda.copies import to_host
 from torchreplay.loading.mixture import checked_errors
@@ -71,9 +72,15 @@ class ShardFeedback:
         sent = union.feed_back(keys, td) if isinstance(keys, torch.Tensor) else None
         if sent is None:  # something is wrong: `send` finds out what
             return False
-        self._calls.extend((number, count, ShardReply(reply, None)) for number, count, reply in sent)
-        self.hear(IN_FLIGHT)
+        self._calls.extend(sent)
+        if len(self._calls) >= IN_FLIGHT:
+            self.hear(IN_FLIGHT // 2)
         return True
+
+    @property
+    def deferred(self) -> bool:
+        """Whether TD errors are on their way from a device."""
+        return bool(self._deferred.waiting)
 
     def apply_arrived(self) -> None:
         """Sends those TD errors that have come from a device.
@@ -81,7 +88,7 @@ class ShardFeedback:
         Raises:
             ValueError: Some are NaN or infinite: they are dropped.
         """
-        if self._deferred.waiting:
+        if self.deferred:
             self._deferred.apply_arrived()
 
     def flush(self) -> None:
@@ -112,9 +119,11 @@ class ShardFeedback:
         with self._lock:
             while len(self._calls) > most:
                 oldest = number, count, call = self._calls[0]  # there until it is answered, for a handler to wait for
-                if call.__class__ is ShardReply and call.is_well:
-                    self._take(oldest)
-                    continue
+                if isinstance(call, _C.Reply):
+                    if call.is_well:
+                        self._take(oldest)
+                        continue
+                    call = ShardReply(call, None)
                 try:
                     answers = self._shards.calls.collect({number: call})
                 except Exception:

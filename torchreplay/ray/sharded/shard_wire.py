@@ -114,11 +114,6 @@ class ShardReply:
         """Whether it is there."""
         return self.native.is_there
 
-    @property
-    def is_well(self) -> bool:
-        """Whether it is there, and what was fed back is applied."""
-        return self.native.is_there and not self.native.lost and not self.native.text
-
     def result(self, timeout: float | None = None) -> Any:
         """Returns it, or raises what has come instead; TimeoutError: nothing comes in so many seconds."""
         if (error := self.exception(timeout)) is not None:

@@ -193,12 +193,14 @@ class ShardedSampler(BatchSource):
 
     def admits(self, n: int) -> bool:
         """Returns whether, as far as is known now, the limiter admits a draw of `n` items and there are any."""
-        self.shards.refresh()
-        union = self.shards.union_now
+        union, limiter = self.shards.union_now, self.shards.limiter
         drawable = union.drawable if union is not None else 0
+        if drawable and limiter.covers(n):
+            return True
+        self.shards.refresh()
         if not drawable and not any(figures.drawn.drawable for figures in self.shards.figures.values()):
             return False
-        return self.shards.limiter.admits(n)
+        return limiter.admits(n)
 
     def admit(self, n: int, wait: Wait) -> None:
         """Returns once the limiter admits a draw of `n` items, and there are any."""
@@ -220,16 +222,20 @@ class ShardedSampler(BatchSource):
         With a budget the draw is of the items within it. The shard that is attached draws behind what `draws` has been
         given before; None: at once.
         """
-        here = self.shards.local.try_attach(wait)
-        limiter, ahead = self.shards.limiter, Round(n, self.end)
+        shards, union, here = self.shards, self.shards.union_now, self.shards.local.shard is not None
+        if union is None:
+            here = shards.local.try_attach(wait)
+            union = shards.union(self._layout)
+        limiter, ahead = shards.limiter, Round(n, self.end)
         try:
             with self._lock:
                 ahead.step, self._next = self._next, self._next + 1
                 self._under_way += 1
             limiter.begin(ahead)
             chance = Chance(self.seed, self.stream, ahead.step)
+            slack, sampler = self._slack, self._sampler
             return SampleRequest(
-                self.shards, self._layout, ahead, chance, self._sampler, beta, self._slack, here, place, budget, draws
+                shards, union, self._layout, ahead, chance, sampler, beta, slack, here, place, budget, draws
             )
         except BaseException:
             self.end(ahead)
@@ -338,7 +344,8 @@ class SampleRequestStream:
         Raises:
             ReplayTimeout, WouldBlockForever, Stopped: As `sample` does.
         """
-        self._sampler.feedback.apply_arrived()
+        if self._sampler.feedback.deferred:
+            self._sampler.feedback.apply_arrived()
         if self._left is not None and self._left <= 0:
             self.close()
             self._sampler.shards.report(last=True)
@@ -438,10 +445,10 @@ class SampleRequestStream:
                 return batch
             self._sampler.admit(self._batch_size, wait)
         self._order(wait)
-        # They travel while this batch is made, and while its user works.
-        self._sampler.shards.calls.fetch(
-            call for later in islice(self._ahead, 1, None) for call in later.calls.values()
-        )
+        if self._ahead[-1].calls:  # they travel while this batch is made, and while its user works
+            self._sampler.shards.calls.fetch(
+                call for later in islice(self._ahead, 1, None) for call in later.calls.values()
+            )
         first = self._ahead[0]
         try:
             batch = self._sampler.take(first, wait, self._finishes)
