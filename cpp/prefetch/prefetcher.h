@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "prefetch/prefetch_queue.h"
-#include "prefetch/wakeup_timer.h"
 #include "system/thread.h"
+#include "system/wakeup_timer.h"
 #include "write/participants.h"
 
 namespace torchreplay {

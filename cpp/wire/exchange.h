@@ -22,6 +22,7 @@
 #include "system/clock.h"
 #include "system/descriptor.h"
 #include "system/thread.h"
+#include "system/wakeup_timer.h"
 #include "wire/link.h"
 
 namespace torchreplay {
@@ -132,8 +133,8 @@ class Exchange {
  private:
   static constexpr int64_t kAwayNs = 500'000;
   static constexpr int64_t kSliceNs = 50'000'000;
-  // For so long the thread lets requests gather: a learner feeds back, and asks for a batch. They leave together, once
-  // it computes again, and what they wake takes no processor from it before.
+  // For so long a thread that was woken lets requests gather: a learner feeds back, and asks for a batch. They leave
+  // together, once it computes again, and what they wake takes no processor from it before.
   static constexpr int64_t kGatherNs = 300'000;
 
   // A call, between whose like the caller is away. The mutex is held when it begins and when it ends.
@@ -141,7 +142,9 @@ class Exchange {
    public:
     explicit Caller(Exchange& exchange) : exchange_(exchange) {
       const int64_t now = monotonic_ns(), away = now - exchange.left_;
-      if (exchange.left_ && away > kAwayNs) exchange.away_until_ = now + 4 * away;
+      if (!exchange.left_ || away <= kAwayNs) return;
+      exchange.away_until_ = now + 4 * away;
+      exchange.wakeup_timer_.note_order(now);
     }
     ~Caller() { exchange_.left_ = monotonic_ns(); }
     Caller(const Caller&) = delete;
@@ -200,18 +203,28 @@ class Exchange {
 
   void run() {
     std::unique_lock lock(mutex_);
-    for (;;) {
-      work_.wait(lock, [&] { return ending_ || (!busy_ && has_work()); });
-      dozing_ = true;
-      work_.wait_for(lock, std::chrono::nanoseconds(kGatherNs), [&] { return ending_; });
-      dozing_ = false;
-      if (ending_) return;
-      if (busy_) continue;
+    const auto called = [&] { return ending_ || (!busy_ && has_work()); };
+    while (!ending_) {
+      const bool expects = is_away() && wakeup_timer_.allows_doze(0);
+      doze(lock, expects ? wakeup_timer_.doze_ns(monotonic_ns()) : 0);  // it finds what has been asked for meanwhile
+      if (!called()) {
+        work_.wait(lock, called);
+        doze(lock, kGatherNs);
+      }
+      if (ending_ || busy_) continue;
       try {
         carry(lock, kSliceNs, [&] { return ending_ || !has_work(); });
       } catch (const std::bad_alloc&) {  // there may be memory later
       }
     }
+  }
+
+  // Nobody wakes the thread meanwhile.
+  void doze(std::unique_lock<std::mutex>& lock, int64_t ns) {
+    if (ns <= 0) return;
+    dozing_ = true;
+    work_.wait_for(lock, std::chrono::nanoseconds(ns), [&] { return ending_; });
+    dozing_ = false;
   }
 
   // Sends and receives until `done`, or for so long. The mutex is held, but not meanwhile; nobody else is at it. False:
@@ -317,10 +330,11 @@ class Exchange {
   std::vector<std::shared_ptr<Link>> links_;
   bool busy_ = false;  // a thread sends and receives
   bool running_ = false, ending_ = false;
-  bool dozing_ = false;     // the thread lets requests gather
+  bool dozing_ = false;     // the thread lets requests gather, and wakes by itself
   int ahead_ = 0;           // replies that the thread is to take in
   int64_t left_ = 0;        // when the last call ended
   int64_t away_until_ = 0;  // the caller counts as one that is away between its calls
+  WakeupTimer wakeup_timer_;
 };
 
 }  // namespace torchreplay
