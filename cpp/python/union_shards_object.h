@@ -134,13 +134,14 @@ inline PyObject* draw(PyObject* self, PyObject* args) {
   });
 }
 
-// take_in(draw) -> (whether all shards have said no more than figures, whether one was stopped, [(number, head)] of
-// those that have sent their items), once all is there.
+// take_in(draw) -> (whether the batch is made, and all shards have said no more than figures; whether one was stopped;
+// [(number, head)] of those that have sent their items), once all is there.
 inline PyObject* take_in(PyObject* self, PyObject* draw) {
   return method<Object>(self, [&](Object& s) {
-    const UnionRound& round = *state_of<UnionDrawObject>(draw).round;
+    UnionDrawObject& drawn = state_of<UnionDrawObject>(draw);
+    const UnionRound& round = *drawn.round;
     bool stopped = false;
-    const bool plain = s.shards->take_in(round, stopped);
+    const bool made = s.shards->take_in(round, stopped) && union_draw::is_made(drawn);
     const auto replies = round.replies();
     const Ref list(checked(PyList_New(0)));
     for (size_t i = 0; i < replies.size(); i++) {
@@ -150,7 +151,7 @@ inline PyObject* take_in(PyObject* self, PyObject* draw) {
                                             static_cast<Py_ssize_t>(head.size()))));
       if (PyList_Append(list.get(), entry.get())) throw PythonError{};
     }
-    return checked(PyTuple_Pack(3, plain ? Py_True : Py_False, stopped ? Py_True : Py_False, list.get()));
+    return checked(PyTuple_Pack(3, made ? Py_True : Py_False, stopped ? Py_True : Py_False, list.get()));
   });
 }
 

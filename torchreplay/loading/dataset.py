@@ -227,12 +227,15 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             self.budget,
         )
         stream = source_of(self.buffer).batches(self._spec(spec))
+        stays = staging is None and self.device is None and self.budget is None
         try:
             for batch in stream:
                 position += 1
                 here = self._here()
                 here.position, here.stream, here.last_epoch = position, stream, last_epoch
-                yield self._on_device(batch, staging, stream)  # which nobody holds here while its user does
+                yield (
+                    batch if stays else self._on_device(batch, staging, stream)
+                )  # which nobody holds here while its user does
             if self.epochs is not None:
                 here = self._here()
                 here.position, here.last_epoch = 0, None

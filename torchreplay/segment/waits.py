@@ -76,14 +76,15 @@ class Wait:
             (`WouldBlockForever.alone_since`); None: since now. It holds while no writer has come and gone since.
     """
 
+    _found_nobody = False  # at the last look that could
+    _inserted = -1  # by then
+    _barren_since: float | None = None
+
     def __init__(self, segment: Watched, timeout: float | None, alone_since: float | None = None) -> None:
         self._segment, self._alone_since = segment, alone_since
-        seconds = checked_timeout(timeout)
+        seconds = None if timeout is None else checked_timeout(timeout)
         self._timeout = None if seconds == math.inf else seconds
         self._log_at = LOG_EVERY
-        self._found_nobody = False  # at the last look that could
-        self._inserted = -1  # by then
-        self._barren_since: float | None = None
         self._meanwhile = MEANWHILE.get()
         self._start = time.monotonic()
 

@@ -154,7 +154,7 @@ class SampleRequest:
             while not draw.wait(wait.slice_ns()):
                 if wait.expired:
                     raise ReplayTimeout(f"no batch of {self.n:,} in time: the buffer's lock does not come free")
-        return self._shards.take_in_union(union, draw) and draw.is_made
+        return self._shards.take_in_union(union, draw)
 
     def _parts(self, answers: Answers) -> list[Answer]:
         """Returns the answers with items, of which that of the shard that drew into the batch comes first."""

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 REPORT_SECONDS: Final = 0.1
 """Seconds between two reports of this learner's draws, unless it needs a lease before."""
 
-NEWS_SECONDS: Final = 0.5
+NEWS_SECONDS: Final = 1.0
 """The same where nobody waits for them: the limiter divides nothing. Each takes a learner a millisecond."""
 
 LOOK_SECONDS: Final = 0.1
@@ -357,12 +357,11 @@ class ShardClient:
         """
         self.coordinator.require_own_process()
         table, here, before = self.table, self.local.shard, None
+        if (union := self.union_now) is not None:
+            return union
         if self._union is not None:
-            if (union := self.union_now) is not None:
-                return union
-        if self._union is not None:
-            known, _, union = self._union
-            before, self._union = union if known.rule.cleared == table.rule.cleared else None, None
+            known, _, last = self._union
+            before, self._union = last if known.rule.cleared == table.rule.cleared else None, None
         if layout.is_ragged or (not self._is_alive(here) if here else len(table.entries) < 2):
             return None
         shards: list[tuple[int, _C.Link | None]] = []
@@ -379,18 +378,18 @@ class ShardClient:
         return union
 
     def take_in_union(self, union: _C.UnionShards, draw: _C.UnionDraw) -> bool:
-        """Takes in what shards have said with their items; returns whether that was all.
+        """Takes in what shards have said with their items; returns whether the batch is made of these.
 
         Raises:
             Stopped: The buffer was stopped.
         """
-        plain, stopped, said = union.take_in(draw)
+        made, stopped, said = union.take_in(draw)
         with self._lock:
             self._said.update(said)
         self._heard_stop = self._heard_stop or stopped
         if self._heard_stop or self.table.stopped:
             raise Stopped(f"{self.called} was stopped")
-        return plain
+        return made
 
     def _is_alive(self, here: LocalShard) -> bool:
         """Whether the process of the shard here is there: its memory is for as long as somebody has it."""

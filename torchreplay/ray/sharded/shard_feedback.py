@@ -35,8 +35,6 @@ class ShardFeedback:
 
     def send(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
         """Does what `ShardedReplay.update_priorities` does."""
-        if self._feed_back_here(batch_or_keys, td):
-            return
         if self._feed_back_at_once(batch_or_keys, td):
             return
         keys = self.checked_keys(batch_or_keys)
@@ -53,34 +51,25 @@ class ShardFeedback:
         finally:
             self._send(keys, errors)
 
-    def _feed_back_here(self, batch_or_keys: ReplayBatch | Any, td: Any) -> bool:
-        """Feeds back to the only shard, if it is on this node, as to a local buffer; returns whether it could."""
-        here = self._shards.alone()
-        if here is None or self._deferred.waiting or (isinstance(td, torch.Tensor) and td.is_cuda):
-            return False
-        if self._calls:
-            self.hear(0)
-        keys = keys_of(batch_or_keys, self._nonce) if isinstance(batch_or_keys, dict) else batch_or_keys
-        return isinstance(keys, torch.Tensor) and here.feed_back(keys, td)
-
     def _feed_back_at_once(self, batch_or_keys: ReplayBatch | Any, td: Any) -> bool:
-        """Has the native core feed back to all shards; returns whether it could."""
-        union = self._shards.union_now
-        if union is None or self._deferred.waiting or (isinstance(td, torch.Tensor) and td.is_cuda):
+        """Has the native core feed back to all shards, or to the only one, as to a buffer; returns whether it could."""
+        here = self._shards.alone()
+        union = None if here is not None else self._shards.union_now
+        if (here is None and union is None) or self._deferred.waiting or (isinstance(td, torch.Tensor) and td.is_cuda):
             return False
         keys = keys_of(batch_or_keys, self._nonce) if isinstance(batch_or_keys, dict) else batch_or_keys
-        sent = union.feed_back(keys, td) if isinstance(keys, torch.Tensor) else None
-        if sent is None:  # something is wrong: `send` finds out what
+        if not isinstance(keys, torch.Tensor):
+            return False
+        if here is not None:
+            if self._calls:
+                self.hear(0)
+            return here.feed_back(keys, td)
+        if union is None or (sent := union.feed_back(keys, td)) is None:  # something is wrong: `send` finds out what
             return False
         self._calls.extend(sent)
         if len(self._calls) >= IN_FLIGHT:
             self.hear(IN_FLIGHT // 2)
         return True
-
-    @property
-    def deferred(self) -> bool:
-        """Whether TD errors are on their way from a device."""
-        return bool(self._deferred.waiting)
 
     def apply_arrived(self) -> None:
         """Sends those TD errors that have come from a device.
@@ -88,7 +77,7 @@ class ShardFeedback:
         Raises:
             ValueError: Some are NaN or infinite: they are dropped.
         """
-        if self.deferred:
+        if self._deferred.waiting:
             self._deferred.apply_arrived()
 
     def flush(self) -> None:

@@ -191,9 +191,12 @@ class ShardedSampler(BatchSource):
         self.shards.report()
         time.sleep(min(POLL, wait.slice_ns() * 1e-9))
 
-    def admits(self, n: int) -> bool:
-        """Returns whether, as far as is known now, the limiter admits a draw of `n` items and there are any."""
-        union, limiter = self.shards.union_now, self.shards.limiter
+    def admits(self, n: int, union: _C.UnionShards | None = None) -> bool:
+        """Returns whether, as far as is known now, the limiter admits a draw of `n` items and there are any.
+
+        `union` is all shards, where it is known that the native core reaches them.
+        """
+        union, limiter = union or self.shards.union_now, self.shards.limiter
         drawable = union.drawable if union is not None else 0
         if drawable and limiter.covers(n):
             return True
@@ -215,14 +218,15 @@ class ShardedSampler(BatchSource):
         place: ReplayBatch | None = None,
         budget: Mapping[str, int] | None = None,
         draws: _C.DrawsHere | None = None,
+        union: _C.UnionShards | None = None,
     ) -> SampleRequest:
         """Asks all shards for candidates, where the limiter admits `n` items; `take` returns the batch.
 
         `beta` is the exponent of the weights, and `place` the batch, whose tensors are overwritten; None: it is made.
         With a budget the draw is of the items within it. The shard that is attached draws behind what `draws` has been
-        given before; None: at once.
+        given before; None: at once. `union` is all shards, where it is known that the native core reaches them.
         """
-        shards, union, here = self.shards, self.shards.union_now, self.shards.local.shard is not None
+        shards, here = self.shards, self.shards.local.shard is not None
         if union is None:
             here = shards.local.try_attach(wait)
             union = shards.union(self._layout)
@@ -344,8 +348,7 @@ class SampleRequestStream:
         Raises:
             ReplayTimeout, WouldBlockForever, Stopped: As `sample` does.
         """
-        if self._sampler.feedback.deferred:
-            self._sampler.feedback.apply_arrived()
+        self._sampler.feedback.apply_arrived()
         if self._left is not None and self._left <= 0:
             self.close()
             self._sampler.shards.report(last=True)
@@ -469,18 +472,14 @@ class SampleRequestStream:
         return self._draws[1]
 
     def _order(self, wait: Wait) -> None:
-        while not self._ahead or (
-            len(self._ahead) < self._most
-            and self._sampler.shards.alone() is None
-            and self._sampler.admits(self._batch_size)
-        ):
-            beta = self._sampler.exponent(None, len(self._ahead))
-            self._ahead.append(
-                self._sampler.begin(
-                    self._batch_size, wait, beta, self._spec.place(), self._spec.budget, self._draws_here()
-                )
-            )
-        self._sampler.shards.report()
+        sampler, spec, ahead, n = self._sampler, self._spec, self._ahead, self._batch_size
+        while not ahead or len(ahead) < self._most:
+            union = sampler.shards.union_now
+            if ahead and (sampler.shards.alone() is not None or not sampler.admits(n, union)):
+                break
+            beta, draws = sampler.exponent(None, len(ahead)), self._draws_here()
+            ahead.append(sampler.begin(n, wait, beta, spec.place(), spec.budget, draws, union))
+        sampler.shards.report()
 
 
 def rows_of(asked: NDArray[np.int64], found: NDArray[np.int64]) -> NDArray[np.int64]:
