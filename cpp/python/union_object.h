@@ -222,11 +222,19 @@ inline void abandon(UnionDrawObject& s) {
   round->abandon();
 }
 
-inline bool is_there(UnionDrawObject& s) {
-  if (!s.round->here()) return false;
+inline bool has_come(UnionDrawObject& s) {
   const auto replies = s.round->replies();
-  const bool come = std::ranges::all_of(replies, [](const auto& reply) { return !reply || reply->is_there(); });
-  return come && (s.round->is_done() || (s.draws && s.draws->is_closed()));
+  return std::ranges::all_of(replies, [](const auto& reply) { return !reply || reply->is_there(); });
+}
+inline bool is_there(UnionDrawObject& s) {
+  return s.round->here() && has_come(s) && (s.round->is_done() || (s.draws && s.draws->is_closed()));
+}
+
+// Whether all is there, and what was drawn here is taken in its turn.
+inline bool is_taken(UnionDrawObject& s) {
+  if (!is_there(s)) return false;
+  if (s.draws && s.draws->take(0) && !s.draws->is_closed()) s.draws.reset();
+  return !s.draws || s.draws->is_closed();
 }
 
 // What was drawn here, and not taken in its turn, has not happened.

@@ -135,15 +135,18 @@ inline PyObject* draw(PyObject* self, PyObject* args) {
 }
 
 // take_in(draw) -> (whether the batch is made, and all shards have said no more than figures; whether one was stopped;
-// [(number, head)] of those that have sent their items), once all is there.
+// [(number, head)] of those that have sent their items). Nothing where not all is there.
 inline PyObject* take_in(PyObject* self, PyObject* draw) {
   return method<Object>(self, [&](Object& s) {
     UnionDrawObject& drawn = state_of<UnionDrawObject>(draw);
     const UnionRound& round = *drawn.round;
-    bool stopped = false;
-    const bool made = s.shards->take_in(round, stopped) && union_draw::is_made(drawn);
-    const auto replies = round.replies();
+    bool stopped = false, made = false;
     const Ref list(checked(PyList_New(0)));
+    std::vector<std::shared_ptr<Reply>> replies;
+    if (union_draw::is_taken(drawn)) {
+      made = s.shards->take_in(round, stopped) && union_draw::is_made(drawn);
+      replies = round.replies();
+    }
     for (size_t i = 0; i < replies.size(); i++) {
       if (!replies[i] || !replies[i]->lost.empty()) continue;
       const std::string& head = replies[i]->head;

@@ -290,6 +290,11 @@ class LearnerLimiter:
             return self.covers(n)
 
     @property
+    def silent(self) -> bool:
+        """Whether nobody needs to hear soon of what is drawn here."""
+        return not self.divides and self._sampled <= self._enough
+
+    @property
     def short(self) -> bool:
         """Whether it is time to ask for more."""
         return self._sampled > self._enough

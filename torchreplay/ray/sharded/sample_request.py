@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
@@ -26,12 +26,8 @@ LEAST_SLACK: Final = 1 / 64
 """Candidates asked for beyond a shard's share, so that it may have grown since the last answer."""
 
 
-class Chance(NamedTuple):
-    """What names the random numbers of a batch: each is a function of these."""
-
-    seed: int
-    stream: int
-    step: int
+Chance: TypeAlias = tuple[int, int, int]
+"""Seed, stream and step: what names the random numbers of a batch, each of which is a function of these."""
 
 
 class SampleRequest:
@@ -49,7 +45,7 @@ class SampleRequest:
         union: All shards, as the native core reaches them; None: it does not.
         round: What counts it, with the number of its items, while it is under way.
         chance: Of its random numbers.
-        sampler: Of the buffer.
+        weights: By what these are divided, as `weights_of` says it.
         beta: The exponent of the weights.
         slack: By which share a shard's part of the total may have grown since it was heard last.
         here: Whether the shard that is attached draws its candidates here, right into the batch where that can be.
@@ -67,7 +63,7 @@ class SampleRequest:
         layout: Layout,
         round: Round,
         chance: Chance,
-        sampler: Sampler,
+        weights: str,
         beta: float,
         slack: float,
         here: bool = False,
@@ -76,7 +72,7 @@ class SampleRequest:
         draws: _C.DrawsHere | None = None,
     ) -> None:
         self.round, self.n, self.asked_again = round, (n := round.n), False
-        self._shards, self._layout, self._chance, self._weights = shards, layout, chance, weights_of(sampler)
+        self._shards, self._layout, self._chance, self._weights = shards, layout, chance, weights
         self._beta, self._budget, self.has_budget = beta, budget, bool(budget)
         self._here, self._slack = here, slack
         self.calls: dict[int, Any] = {}  # of shards that were asked each by itself, by number
@@ -129,15 +125,27 @@ class SampleRequest:
         if self._draw is not None:
             self._draw.abandon()
 
+    def at_once(self) -> ReplayBatch | None:
+        """Returns the batch where the native core has made it; else None.
+
+        Raises:
+            Stopped: The buffer was stopped.
+        """
+        union, draw = self._union, self._draw
+        if union is None or draw is None or not self._shards.take_in_union(union, draw):
+            return None
+        self.drawn_from = TreeSummary(*draw.drawn_from)
+        return self._batch
+
     def finish(self, wait: Wait) -> ReplayBatch | None:
         """Returns the batch, or the part of it within a budget; None if no shard has an item that can be drawn.
 
         Raises as `ShardClient.hear` does.
         """
         if self._union is not None and self._draw is not None:
-            if self._is_made_of_all(self._union, self._draw, wait):
-                self.drawn_from = TreeSummary(*self._draw.drawn_from)
-                return self._batch
+            self._await_all(self._union, self._draw, wait)
+            if (batch := self.at_once()) is not None:
+                return batch
             self._totals = self._union.totals
             self._union, self.asked_again = None, True
             self._draw.abandon()
@@ -146,15 +154,14 @@ class SampleRequest:
         parts = self._parts(self._complete(self._shards.hear(self.calls, wait), wait))
         return self._made_of(parts) if parts else None
 
-    def _is_made_of_all(self, union: _C.UnionShards, draw: _C.UnionDraw, wait: Wait) -> bool:
-        """Waits until all shards have sent what they were asked for at once, and returns whether that is the batch."""
+    def _await_all(self, union: _C.UnionShards, draw: _C.UnionDraw, wait: Wait) -> None:
+        """Waits until all shards have sent what they were asked for at once."""
         if not draw.wait(0) and not draw.wait(wait.slice_ns()):
             replies = {number: ShardReply(reply, None) for number, reply in union.replies(draw)}
             self._shards.calls.collect(replies, wait)  # which looks around, and says who is silent
             while not draw.wait(wait.slice_ns()):
                 if wait.expired:
                     raise ReplayTimeout(f"no batch of {self.n:,} in time: the buffer's lock does not come free")
-        return self._shards.take_in_union(union, draw)
 
     def _parts(self, answers: Answers) -> list[Answer]:
         """Returns the answers with items, of which that of the shard that drew into the batch comes first."""

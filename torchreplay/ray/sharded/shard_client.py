@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -67,7 +68,7 @@ class ShardClient:
         # asking thread waits.
         self.coordinator = CoordinatorClient(name, lambda: self.stopped)
         self.calls = ReplyCollector(self.lose, self._name, self._probe)
-        self._ray = import_ray()
+        self._ray, self._pid = import_ray(), os.getpid()
         self._reports: deque[tuple[Any, float]] = deque()  # answers to come, and since when
         self._reported_at = -REPORT_SECONDS  # while nothing was waited for
         self._looked_at = 0.0  # when a report asked for the table last
@@ -157,15 +158,17 @@ class ShardClient:
             n: Items that it waits for, and so for an answer that comes soon; 0 for none.
             last: Whether it draws no more for now, so that it must be said in any case.
         """
-        if self._limiter is None:  # there is nothing to report
+        limiter, now = self._limiter, time.monotonic()
+        if limiter is None:  # there is nothing to report
             return
         if self._reports:
             self.refresh()
-        now = time.monotonic()
+        elif limiter.silent and not last and now - self._reported_at < NEWS_SECONDS:
+            return
         if n or last or self._is_due(now):
             with self._lock:
                 if last or len(self._reports) <= (n > 0):  # one on its way may not say `n`
-                    report = self._limiter.report(n)
+                    report = limiter.report(n)
                     self._reported_at = self._reported_at if n else now
                     looks = now - self._looked_at >= REFRESH
                     self._looked_at = now if looks else self._looked_at
@@ -337,7 +340,8 @@ class ShardClient:
         """What `union` has returned, if the shards are still the same."""
         if self._union is None:
             return None
-        self.coordinator.require_own_process()
+        if os.getpid() != self._pid:
+            self.coordinator.require_own_process()
         known, here, union = self._union
         if here is not None and time.monotonic() - self._seen_at >= LOOK_SECONDS and not self._is_alive(here):
             self._union = None
@@ -378,7 +382,7 @@ class ShardClient:
         return union
 
     def take_in_union(self, union: _C.UnionShards, draw: _C.UnionDraw) -> bool:
-        """Takes in what shards have said with their items; returns whether the batch is made of these.
+        """Takes in what shards have said with their items, if they have; returns whether the batch is made of these.
 
         Raises:
             Stopped: The buffer was stopped.

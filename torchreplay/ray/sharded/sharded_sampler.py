@@ -24,7 +24,7 @@ from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.sharded.batch_block import Layout, RaggedItems
 from torchreplay.ray.sharded.local_shard import LocalShard
 from torchreplay.ray.sharded.rate_limiter import Round
-from torchreplay.ray.sharded.sample_request import LEAST_SLACK, Chance, SampleRequest, candidates_of, weights_of
+from torchreplay.ray.sharded.sample_request import LEAST_SLACK, SampleRequest, candidates_of, weights_of
 from torchreplay.ray.sharded.shard_client import ShardClient
 from torchreplay.ray.sharded.shard_feedback import ShardFeedback
 from torchreplay.ray.sharded.shard_keys import as_keys, unpack
@@ -57,6 +57,7 @@ class ShardedSampler(BatchSource):
         self._complete_when = config.view.complete_when
         self._finish = config.finish
         self.is_linked = config.view.roles(config.fields) is not None
+        self._weights = weights_of(config.sampler)
         # Nothing is called under it. So a signal handler, or the collection of a stream, in the same thread comes
         # before or after.
         self._lock = threading.RLock()
@@ -171,7 +172,7 @@ class ShardedSampler(BatchSource):
         found = self._layout.new_batch(sum(figures.candidates for figures, _ in answers))
         if n := len(found["key"]):
             beta = value_of(self._sampler.beta, self.shards.limiter.steps)
-            draw = _C.UnionDraw(n, beta, weights_of(self._sampler), 0, 0, 0, self._layout.tensors(found))
+            draw = _C.UnionDraw(n, beta, self._weights, 0, 0, 0, self._layout.tensors(found))
             draw.take_all(candidates_of(answers, self._layout))
         if self._layout.is_ragged:
             each = [(items, np.arange(len(items.lengths[0]))) for _, items in answers if isinstance(items, RaggedItems)]
@@ -213,7 +214,7 @@ class ShardedSampler(BatchSource):
     def begin(
         self,
         n: int,
-        wait: Wait,
+        wait: Wait | None,
         beta: float,
         place: ReplayBatch | None = None,
         budget: Mapping[str, int] | None = None,
@@ -236,10 +237,9 @@ class ShardedSampler(BatchSource):
                 ahead.step, self._next = self._next, self._next + 1
                 self._under_way += 1
             limiter.begin(ahead)
-            chance = Chance(self.seed, self.stream, ahead.step)
-            slack, sampler = self._slack, self._sampler
+            chance, weights = (self.seed, self.stream, ahead.step), self._weights
             return SampleRequest(
-                shards, union, self._layout, ahead, chance, sampler, beta, slack, here, place, budget, draws
+                shards, union, self._layout, ahead, chance, weights, beta, self._slack, here, place, budget, draws
             )
         except BaseException:
             self.end(ahead)
@@ -250,19 +250,27 @@ class ShardedSampler(BatchSource):
 
         Unless `finish` is True the owner of the batch's memory computes the rest of it.
         """
-        batch = None
         try:
             batch = ordered.finish(wait)
             if batch is not None and ordered.has_budget:
                 self.shards.limiter.shorten(ordered.round, batch.batch_size)
-        finally:
-            ordered.round.drawn = batch is not None
-            self.end(ordered.round)
-            if batch is None:
-                ordered.give_up()
-        self._slack = min(1.0, self._slack * 4) if ordered.asked_again else max(LEAST_SLACK, self._slack * 0.75)
+        except BaseException:
+            self._drop(ordered)
+            raise
         if batch is None:
+            self._drop(ordered)
             return None
+        return self.taken(ordered, batch, finish)
+
+    def _drop(self, ordered: SampleRequest) -> None:
+        self.end(ordered.round)
+        ordered.give_up()
+
+    def taken(self, ordered: SampleRequest, batch: ReplayBatch, finish: bool = True) -> ReplayBatch:
+        """Counts a batch that was ordered as drawn, and returns it."""
+        ordered.round.drawn = True
+        self.end(ordered.round)
+        self._slack = min(1.0, self._slack * 4) if ordered.asked_again else max(LEAST_SLACK, self._slack * 0.75)
         batch.source = self.nonce
         return self.finished(batch, finish)
 
@@ -349,6 +357,8 @@ class SampleRequestStream:
             ReplayTimeout, WouldBlockForever, Stopped: As `sample` does.
         """
         self._sampler.feedback.apply_arrived()
+        if self._left is None and (batch := self._take_at_once()) is not None:
+            return batch
         if self._left is not None and self._left <= 0:
             self.close()
             self._sampler.shards.report(last=True)
@@ -439,6 +449,28 @@ class SampleRequestStream:
     @property
     def _most(self) -> int:
         return self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)
+
+    def _take_at_once(self) -> ReplayBatch | None:
+        """Returns the next batch where it is made, and another round can be ordered without a look at anything.
+
+        Else it returns None, and `_take` does the same at length.
+        """
+        sampler, ahead, spec, n = self._sampler, self._ahead, self._spec, self._batch_size
+        shards = sampler.shards
+        if not ahead or len(ahead) != self._prefetch or len(shards.table.entries) == 1:
+            return None
+        union = shards.union_now
+        if union is None or not union.drawable or not shards.limiter.covers(n):
+            return None
+        beta, draws, first = sampler.exponent(None, len(ahead)), self._draws_here(), ahead[0]
+        ahead.append(sampler.begin(n, None, beta, spec.place(), spec.budget, draws, union))
+        shards.report()
+        batch = first.at_once()
+        if batch is None or not ahead or ahead[0] is not first:
+            return None
+        ahead.popleft()
+        self.drawn_from = first.drawn_from
+        return sampler.taken(first, batch, self._finishes)
 
     def _take(self, wait: Wait) -> ReplayBatch | None:
         if not self._ahead:
