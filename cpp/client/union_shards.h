@@ -204,8 +204,9 @@ class UnionShards {
   }
 
   // Feeds TD errors back for these keys of the union, each to its own shard. nullopt: nothing is sent, since one is not
-  // known, or has no such row.
+  // known, or has no such row, or its connection is broken.
   std::optional<std::vector<Sent>> feed_back(const Feedback& feedback) {
+    if (!is_whole()) return std::nullopt;
     std::vector<Feedback> parts(shards_.size());
     constexpr int64_t kOwn = (int64_t{1} << kShardKeyBits) - 1;
     size_t at = 0;

@@ -78,7 +78,7 @@ inline int init_draws(PyObject* self, PyObject* args, PyObject*) {
 // draw(n, beta, weights, seed, stream, step, slack, batch, tensors, draws) -> (UnionDraw, batch): asks all shards for
 // candidates. The shard here draws its own in their turn of `draws`, a DrawsHere, or, where that is None, at once.
 // The first six as for UnionDraw; `slack` as for UnionShards. `batch` is overwritten; None: it is made,
-// where there is a segment. Without one `tensors` has its tensors, as for UnionDraw.
+// where there is a segment. Without one `tensors` has its tensors, as for UnionDraw. None: a connection is broken.
 inline PyObject* draw(PyObject* self, PyObject* args) {
   return method<Object>(self, [&](Object& s) {
     int n;
@@ -90,6 +90,7 @@ inline PyObject* draw(PyObject* self, PyObject* args) {
                           &draws))
       throw PythonError{};
     require_here(s.shards->exchange());
+    if (!s.shards->is_whole()) return Py_NewRef(Py_None);
     const std::vector<int64_t> counts = s.shards->asked(n, slack);
     Ref object(checked(PyType_GenericAlloc(union_draw::type, 0)));
     auto state = std::make_unique<UnionDrawObject>();
@@ -175,7 +176,7 @@ inline PyObject* replies(PyObject* self, PyObject* draw) {
 }
 
 // feed_back(keys, td) -> [(number, how many, Reply)]: TD errors are on their way to other nodes, and applied here.
-// None: nothing was done, as something is wrong with them, or a shard is not among these.
+// None: nothing was done, as something is wrong with them, a shard is not among these, or a connection is broken.
 inline PyObject* feed_back(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return method<Object>(self, [&](Object& s) {
     expect_args("feed_back", nargs, 2);
@@ -218,14 +219,6 @@ inline PyMethodDef methods[] = {{"draw", draw, METH_VARARGS, nullptr},
                                 {"take_in", take_in, METH_O, nullptr},
                                 {"replies", replies, METH_O, nullptr},
                                 {"feed_back", fast(feed_back), METH_FASTCALL, nullptr},
-                                {"is_whole",
-                                 plain_method<Object,
-                                              [](Object& s) {
-                                                require_here(s.shards->exchange());
-                                                const Unlocked others;
-                                                return s.shards->is_whole();
-                                              }>,
-                                 METH_NOARGS, nullptr},
                                 {nullptr, nullptr, 0, nullptr}};
 // {number: total}: the sum of all leaves, as each shard said last.
 inline PyObject* totals(Object& s) {

@@ -79,7 +79,7 @@ class Coordinator:
         self._lost_updates = 0
         self._expecting: dict[str, float] = {}  # until when each announcement is believed, by the monotonic clock
         self._stopped = False
-        self._tables = 0
+        self._table = ShardTable({}, self._limiter.rule)  # as it was when somebody looked last
         self._sent_at = 0.0  # when shards were last sent their limits again
         self._restored: tuple[Any, ...] = ()  # what was last said of that
 
@@ -106,8 +106,7 @@ class Coordinator:
     def table(self) -> ShardTable:
         """Returns what is where now."""
         self._look_after()
-        self._tables += 1
-        return ShardTable(
+        table = ShardTable(
             {
                 slot.number: ShardEntry(slot.number, slot.node, slot.capacity, slot.actor, slot.handle)
                 for slot in self._slots
@@ -119,8 +118,11 @@ class Coordinator:
             self._lost_updates,
             any(until > time.monotonic() for until in self._expecting.values()),
             self._stopped,
-            self._tables,
+            self._table.moment,
         )
+        if table != self._table:
+            self._table = replace(table, moment=table.moment + 1)
+        return self._table
 
     def lost(self, number: int, rows: int, inserted: int, why: str) -> ShardTable:
         """Takes a shard that does not answer out of the table, and ends it in case it is still there.
@@ -146,10 +148,10 @@ class Coordinator:
         """Counts TD errors whose shard is gone."""
         self._lost_updates += updates
 
-    def report(self, report: LearnerReport, looks: bool = False) -> tuple[Totals, ShardTable | None]:
+    def report(self, report: LearnerReport, known: int | None = None) -> tuple[Totals, ShardTable | None]:
         """Takes in what a learner says, and divides anew what the limiter admits.
 
-        Returns what others have drawn, and the table if the learner looks at it.
+        Returns what others have drawn, and the table if the learner looks at it and it is newer than the one `known`.
         """
         totals = self._limiter.hear(report)
         if report.rule == self._limiter.rule.number:  # others know an old limiter only
@@ -157,7 +159,8 @@ class Coordinator:
             for slot in self._slots:
                 if slot.filled and slot.limit != limits[slot.number]:
                     self._admit(slot, limits[slot.number])
-        return totals, self.table() if looks else None
+        table = None if known is None else self.table()
+        return totals, None if table is None or table.moment == known else table
 
     def change_limiter(self, limiter: Limiter) -> ShardTable:
         """Sets another limiter for everyone; learners hear of it with their next report, or look at the table.

@@ -87,12 +87,17 @@ class SampleRequest:
         if place is None and not here:
             self._batch = layout.new_batch(n)
         tensors = None if here or self._batch is None else layout.tensors(self._batch)
+        asked = None
         try:
-            self._draw, self._batch = union.draw(n, beta, *name, self._batch, tensors, draws)
-            shards.rounds += 1
+            asked = union.draw(n, beta, *name, self._batch, tensors, draws)
         except RuntimeError:
             if shards.union_now is union:  # else another thread has let go of the shard here
                 raise
+        if asked is not None:
+            self._draw, self._batch = asked
+            shards.rounds += 1
+        else:
+            shards.forget_union(union)
             self._union = None
             self._order()
 

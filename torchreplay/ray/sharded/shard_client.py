@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 REPORT_SECONDS: Final = 0.1
 """Seconds between two reports of this learner's draws, unless it needs a lease before."""
 
-NEWS_SECONDS: Final = 1.0
+NEWS_SECONDS: Final = 0.9
 """The same where nobody waits for them: the limiter divides nothing. Each takes a learner a millisecond."""
 
 LOOK_SECONDS: Final = 0.1
@@ -50,7 +50,7 @@ LOOK_SECONDS: Final = 0.1
 ANSWER_SECONDS: Final = 0.02
 """Seconds for which who waits for items waits for an answer of the coordinator's, before it looks around again."""
 
-REFRESH: Final = 1.0
+REFRESH: Final = 0.9
 """Seconds between two looks at the table: shards that came back are drawn from that much later."""
 
 SILENT_AFTER: Final = 5.0
@@ -170,9 +170,10 @@ class ShardClient:
                 if last or len(self._reports) <= (n > 0):  # one on its way may not say `n`
                     report = limiter.report(n)
                     self._reported_at = self._reported_at if n else now
-                    looks = now - self._looked_at >= REFRESH
-                    self._looked_at = now if looks else self._looked_at
-                    self._reports.append((self.coordinator.tell("report", report, looks), now))
+                    known = None
+                    if now - self._looked_at >= REFRESH:
+                        self._looked_at, known = now, self.table.moment
+                    self._reports.append((self.coordinator.tell("report", report, known), now))
                 calls = [call for call, _ in self._reports]
             if n:
                 self._ray.wait(calls, num_returns=len(calls), timeout=ANSWER_SECONDS)
@@ -351,7 +352,7 @@ class ShardClient:
             if known.memories != table.memories or known.rule.cleared != table.rule.cleared:
                 return None
             self._union = table, here, union
-        return union if here is self.local.shard and union.is_whole() else None
+        return union if here is self.local.shard else None
 
     def union(self, layout: Layout) -> _C.UnionShards | None:
         """Returns all shards as the native core reaches them; None where it does not, or not in one go.
@@ -380,6 +381,11 @@ class ShardClient:
         union = _C.UnionShards(self.connections, shards, segment, PLACES, self.limiter.largest, before)
         self._union = table, here, union
         return union
+
+    def forget_union(self, union: _C.UnionShards) -> None:
+        """Has the native core reach the shards anew, with other connections."""
+        if self._union is not None and self._union[2] is union:
+            self._union = None
 
     def take_in_union(self, union: _C.UnionShards, draw: _C.UnionDraw) -> bool:
         """Takes in what shards have said with their items, if they have; returns whether the batch is made of these.

@@ -53,7 +53,7 @@ class ShardFeedback:
 
     def _feed_back_at_once(self, batch_or_keys: ReplayBatch | Any, td: Any) -> bool:
         """Has the native core feed back to all shards, or to the only one, as to a buffer; returns whether it could."""
-        here = self._shards.alone()
+        here = self._shards.alone() if len(self._shards.table.entries) == 1 else None
         union = None if here is not None else self._shards.union_now
         if (here is None and union is None) or self._deferred.waiting or (isinstance(td, torch.Tensor) and td.is_cuda):
             return False

@@ -305,7 +305,8 @@ class ShardedReplay(ShardedRows, Replay):
         Warns:
             UserWarning: The sampler is `Uniform`, which ignores them. Said once.
         """
-        self._require_open()
+        if self._shards.closed:
+            self._require_open()
         self._feedback.send(batch_or_keys, td)
         if self._ignores_td:
             self._ignores_td = False
