@@ -208,6 +208,10 @@ class UnionShards {
   std::optional<std::vector<Sent>> feed_back(const Feedback& feedback) {
     if (!is_whole()) return std::nullopt;
     std::vector<Feedback> parts(shards_.size());
+    for (Feedback& part : parts) {
+      part.keys.reserve(feedback.keys.size());
+      part.td.reserve(feedback.keys.size());
+    }
     constexpr int64_t kOwn = (int64_t{1} << kShardKeyBits) - 1;
     size_t at = 0;
     for (size_t i = 0; i < feedback.keys.size(); i++) {

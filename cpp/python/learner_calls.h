@@ -261,17 +261,22 @@ inline void read_td(PyObject* o, int64_t n, std::vector<double>& td) {
                                 ": nothing was applied; look for a diverged loss");
 }
 
+// The keys of a batch that is signed with this nonce; nullptr for others.
+inline PyObject* signed_keys(PyObject* batch, PyObject* nonce) {
+  static PyObject* const source = interned("source");
+  const Ref signature(PyObject_GetAttr(batch, source));
+  PyErr_Clear();
+  if (signature.get() != nonce) return nullptr;
+  PyObject* const keys = PyDict_GetItemWithError(batch, reserved_names()[0]);
+  if (!keys && PyErr_Occurred()) throw PythonError{};
+  return keys;
+}
+
 // The keys of a batch that this object has signed. Objects that are no dicts are returned as they are: they may be
 // keys. nullptr for other batches and dicts.
 inline PyObject* keys_of(SegmentObject& s, PyObject* o) {
-  if (reinterpret_cast<PyObject*>(Py_TYPE(o)) != s.batch_type.get()) return PyDict_Check(o) ? nullptr : o;
-  static PyObject* const source = interned("source");
-  const Ref signature(PyObject_GetAttr(o, source));
-  PyErr_Clear();
-  if (signature.get() != s.nonce.get()) return nullptr;
-  PyObject* const keys = PyDict_GetItemWithError(o, reserved_names()[0]);
-  if (!keys && PyErr_Occurred()) throw PythonError{};
-  return keys;
+  if (reinterpret_cast<PyObject*>(Py_TYPE(o)) == s.batch_type.get()) return signed_keys(o, s.nonce.get());
+  return PyDict_Check(o) ? nullptr : o;
 }
 
 // update(batch_or_keys, td) -> True: the TD errors are applied, or handed to the thread that draws ahead for the

@@ -175,15 +175,19 @@ inline PyObject* replies(PyObject* self, PyObject* draw) {
   });
 }
 
-// feed_back(keys, td) -> [(number, how many, Reply)]: TD errors are on their way to other nodes, and applied here.
-// None: nothing was done, as something is wrong with them, a shard is not among these, or a connection is broken.
+// feed_back(batch_or_keys, td, nonce) -> [(number, how many, Reply)]: TD errors are on their way to other nodes, and
+// applied here. None: nothing was done. Something is wrong with them, or the batch is not signed with the nonce, or a
+// shard is not among these, or a connection is broken.
 inline PyObject* feed_back(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return method<Object>(self, [&](Object& s) {
-    expect_args("feed_back", nargs, 2);
+    expect_args("feed_back", nargs, 3);
     require_here(s.shards->exchange());
+    PyObject* const found = PyDict_Check(args[0]) ? segment::signed_keys(args[0], args[2]) : args[0];
+    if (!found) return Py_NewRef(Py_None);
+    const Ref keys = Ref::borrow(found);  // reading them may run code that changes the batch
     Feedback feedback;
     try {
-      segment::read_keys(args[0], feedback.keys);
+      segment::read_keys(keys.get(), feedback.keys);
       segment::read_td(args[1], static_cast<int64_t>(feedback.keys.size()), feedback.td);
     } catch (const std::invalid_argument&) {
       return Py_NewRef(Py_None);

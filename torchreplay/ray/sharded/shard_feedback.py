@@ -53,23 +53,24 @@ class ShardFeedback:
 
     def _feed_back_at_once(self, batch_or_keys: ReplayBatch | Any, td: Any) -> bool:
         """Has the native core feed back to all shards, or to the only one, as to a buffer; returns whether it could."""
-        here = self._shards.alone() if len(self._shards.table.entries) == 1 else None
-        union = None if here is not None else self._shards.union_now
-        if (here is None and union is None) or self._deferred.waiting or (isinstance(td, torch.Tensor) and td.is_cuda):
+        if self._deferred.waiting or (isinstance(td, torch.Tensor) and td.is_cuda):
             return False
+        if len(self._shards.table.entries) > 1:
+            union = self._shards.union_now
+            sent = None if union is None else union.feed_back(batch_or_keys, td, self._nonce)
+            if sent is None:  # something is wrong: `send` finds out what
+                return False
+            self._calls.extend(sent)
+            if len(self._calls) >= IN_FLIGHT:
+                self.hear(IN_FLIGHT // 2)
+            return True
+        here = self._shards.alone()
         keys = keys_of(batch_or_keys, self._nonce) if isinstance(batch_or_keys, dict) else batch_or_keys
-        if not isinstance(keys, torch.Tensor):
+        if here is None or not isinstance(keys, torch.Tensor):
             return False
-        if here is not None:
-            if self._calls:
-                self.hear(0)
-            return here.feed_back(keys, td)
-        if union is None or (sent := union.feed_back(keys, td)) is None:  # something is wrong: `send` finds out what
-            return False
-        self._calls.extend(sent)
-        if len(self._calls) >= IN_FLIGHT:
-            self.hear(IN_FLIGHT // 2)
-        return True
+        if self._calls:
+            self.hear(0)
+        return here.feed_back(keys, td)
 
     def apply_arrived(self) -> None:
         """Sends those TD errors that have come from a device.
