@@ -96,6 +96,7 @@ class UnionShards {
     std::shared_ptr<Link> link;  // nullptr: it is here
     DrawnFrom tree = {};         // when it was drawn from last
     uint64_t rows_written = 0;
+    std::string head = {};  // of its last answer; "" once it was asked for
   };
 
   // TD errors on their way to a shard; without a reply they are applied.
@@ -180,6 +181,14 @@ class UnionShards {
     return ordered;
   }
 
+  // The heads of answers that were taken in since this was called last, each with its shard's number.
+  std::vector<std::pair<int64_t, std::string>> said() {
+    std::vector<std::pair<int64_t, std::string>> heads;
+    for (Shard& shard : shards_)
+      if (!shard.head.empty()) heads.emplace_back(shard.number, std::exchange(shard.head, {}));
+    return heads;
+  }
+
   // Takes in what the shards have said, once all is there. False: one has said more than that, or its answer is lost.
   bool take_in(const UnionRound& round, bool& stopped) {
     const std::vector<std::shared_ptr<Reply>> replies = round.replies();
@@ -191,6 +200,7 @@ class UnionShards {
         continue;
       }
       if (!replies[i]->lost.empty() || !replies[i]->text.empty()) return false;
+      shard.head = replies[i]->head;
       const char* const head = replies[i]->head.data();
       if (!read_drawn(head).is_sound()) return false;
       shard.tree = drawn_there(head);

@@ -135,28 +135,27 @@ inline PyObject* draw(PyObject* self, PyObject* args) {
   });
 }
 
-// take_in(draw) -> (whether the batch is made, and all shards have said no more than figures; whether one was stopped;
-// [(number, head)] of those that have sent their items). Nothing where not all is there.
+// take_in(draw) -> (whether the batch is made, and all shards have said no more than figures; whether one was stopped).
+// False where not all is there.
 inline PyObject* take_in(PyObject* self, PyObject* draw) {
   return method<Object>(self, [&](Object& s) {
     UnionDrawObject& drawn = state_of<UnionDrawObject>(draw);
-    const UnionRound& round = *drawn.round;
-    bool stopped = false, made = false;
-    const Ref list(checked(PyList_New(0)));
-    std::vector<std::shared_ptr<Reply>> replies;
-    if (union_draw::is_taken(drawn)) {
-      made = s.shards->take_in(round, stopped) && union_draw::is_made(drawn);
-      replies = round.replies();
-    }
-    for (size_t i = 0; i < replies.size(); i++) {
-      if (!replies[i] || !replies[i]->lost.empty()) continue;
-      const std::string& head = replies[i]->head;
-      const Ref entry(checked(Py_BuildValue("(Ly#)", static_cast<long long>(s.shards->shards()[i].number), head.data(),
-                                            static_cast<Py_ssize_t>(head.size()))));
-      if (PyList_Append(list.get(), entry.get())) throw PythonError{};
-    }
-    return checked(PyTuple_Pack(3, made ? Py_True : Py_False, stopped ? Py_True : Py_False, list.get()));
+    bool stopped = false;
+    const bool made =
+        union_draw::is_taken(drawn) && s.shards->take_in(*drawn.round, stopped) && union_draw::is_made(drawn);
+    return checked(PyTuple_Pack(2, made ? Py_True : Py_False, stopped ? Py_True : Py_False));
   });
+}
+
+// said() -> [(number, head)] of the answers that were taken in since it was called last.
+inline PyObject* said(Object& s) {
+  const Ref list(checked(PyList_New(0)));
+  for (const auto& [number, head] : s.shards->said()) {
+    const Ref entry(checked(
+        Py_BuildValue("(Ly#)", static_cast<long long>(number), head.data(), static_cast<Py_ssize_t>(head.size()))));
+    if (PyList_Append(list.get(), entry.get())) throw PythonError{};
+  }
+  return Py_NewRef(list.get());
 }
 
 // replies(draw) -> [(number, Reply)] of those that come over connections.
@@ -221,6 +220,7 @@ inline PyType_Spec draws_spec = type_spec<DrawsHereObject>("torchreplay._C.Draws
 
 inline PyMethodDef methods[] = {{"draw", draw, METH_VARARGS, nullptr},
                                 {"take_in", take_in, METH_O, nullptr},
+                                {"said", plain_method<Object, [](Object& s) { return said(s); }>, METH_NOARGS, nullptr},
                                 {"replies", replies, METH_O, nullptr},
                                 {"feed_back", fast(feed_back), METH_FASTCALL, nullptr},
                                 {nullptr, nullptr, 0, nullptr}};

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 
 from torchreplay import _C
-from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.sharded.batch_block import Layout, RaggedItems
 from torchreplay.ray.sharded.rate_limiter import Round
@@ -20,7 +19,7 @@ from torchreplay.schema.samplers import Prioritized, Sampler
 from torchreplay.segment.waits import Wait
 
 if TYPE_CHECKING:
-    from torchreplay._C import Candidates
+    from torchreplay._C import Candidates, DrawnFrom
 
 LEAST_SLACK: Final = 1 / 64
 """Candidates asked for beyond a shard's share, so that it may have grown since the last answer."""
@@ -54,7 +53,7 @@ class SampleRequest:
         draws: In whose turn the shard that is attached draws; None: it does so at once.
     """
 
-    drawn_from: TreeSummary  # what the batch's weights were computed from, once it is finished
+    drawn_from: DrawnFrom  # what the batch's weights were computed from, once it is finished
 
     def __init__(
         self,
@@ -139,7 +138,7 @@ class SampleRequest:
         union, draw = self._union, self._draw
         if union is None or draw is None or not self._shards.take_in_union(union, draw):
             return None
-        self.drawn_from = TreeSummary(*draw.drawn_from)
+        self.drawn_from = draw.drawn_from
         return self._batch
 
     def finish(self, wait: Wait) -> ReplayBatch | None:
@@ -183,7 +182,7 @@ class SampleRequest:
                 self._draw = self._begin(self._layout.new_batch(self.n))
         if not self._draw.make(parts):
             raise RuntimeError("the candidates of the shards do not suffice for a batch")
-        self.drawn_from = TreeSummary(*self._draw.drawn_from)
+        self.drawn_from = self._draw.drawn_from
         return self._with_values(answers, self._draw.chosen) if self._layout.is_ragged else self._batch
 
     def _with_values(self, answers: list[Answer], chosen: list[bytes]) -> ReplayBatch:

@@ -84,10 +84,9 @@ class ShardClient:
         self.rounds = 0  # in which shards of other nodes were asked for candidates, all at once
         self.node = ray_node()  # Ray's id of the node that this process is on
         self._figures: dict[int, ShardReport] = {}
-        # What they have said since to the native core, not looked into yet, and how it reaches all of them.
-        self._said: dict[int, bytes] = {}
         self._heard_stop = False  # with items
         self._seen_at = 0.0  # when the shard here was seen to be alive
+        # How the native core reaches all shards, which may have said more to it since, and what was where then.
         self._union: tuple[ShardTable, LocalShard | None, _C.UnionShards] | None = None
         # What was where when the coordinator said so last; at first nothing, until it has answered.
         self.table = ShardTable({}, Rule(MinSize()))
@@ -101,10 +100,13 @@ class ShardClient:
         return self._figures
 
     def _look_into(self) -> None:
-        if self._said:
-            with self._lock:
-                said, self._said = self._said, {}
-                self._note({number: (read_report(head), None) for number, head in said.items()})
+        if self._union is not None and (said := self._union[2].said()):
+            self._note({number: (read_report(head), None) for number, head in said})
+
+    def _leave_union(self) -> None:
+        """Has the native core reach the shards anew with the next draw."""
+        self._look_into()
+        self._union = None
 
     @cached_property
     def limiter(self) -> LearnerLimiter:
@@ -161,24 +163,34 @@ class ShardClient:
         limiter, now = self._limiter, time.monotonic()
         if limiter is None:  # there is nothing to report
             return
+        if limiter.silent and not n and not last:  # nobody waits for it
+            if now - self._reported_at >= NEWS_SECONDS:
+                self._reported_at = now
+                self._have_reported(0.0)
+            return
         if self._reports:
             self.refresh()
-        elif limiter.silent and not last and now - self._reported_at < NEWS_SECONDS:
-            return
         if n or last or self._is_due(now):
-            with self._lock:
-                if last or len(self._reports) <= (n > 0):  # one on its way may not say `n`
-                    report = limiter.report(n)
-                    self._reported_at = self._reported_at if n else now
-                    known = None
-                    if now - self._looked_at >= REFRESH:
-                        self._looked_at, known = now, self.table.moment
-                    self._reports.append((self.coordinator.tell("report", report, known), now))
-                calls = [call for call, _ in self._reports]
+            self._send_report(limiter, n, last)
             if n:
-                self._ray.wait(calls, num_returns=len(calls), timeout=ANSWER_SECONDS)
-                self.refresh()
+                self._hear_soon()
         self.report_later()
+
+    def _send_report(self, limiter: LearnerLimiter, n: int, last: bool) -> None:
+        with self._lock:
+            if last or len(self._reports) <= (n > 0):  # one on its way may not say `n`
+                now, known = time.monotonic(), None
+                self._reported_at = self._reported_at if n else now
+                if now - self._looked_at >= REFRESH:
+                    self._looked_at, known = now, self.table.moment
+                self._reports.append((self.coordinator.tell("report", limiter.report(n), known), now))
+
+    def _hear_soon(self) -> None:
+        """Waits a little for what the coordinator answers, and takes it in."""
+        with self._lock:
+            calls = [call for call, _ in self._reports]
+        self._ray.wait(calls, num_returns=len(calls), timeout=ANSWER_SECONDS)
+        self.refresh()
 
     def _is_due(self, now: float) -> bool:
         """Whether it is time for a report."""
@@ -187,18 +199,28 @@ class ShardClient:
 
     def report_later(self) -> None:
         """Has what was drawn be reported soon, though no other call may follow: explorers may wait for it."""
-        if self._late is None and self._limiter is not None and self._limiter.unsaid:
-            self._late = threading.Timer(REPORT_SECONDS, self._report_late)
+        if self._limiter is not None and self._limiter.unsaid:
+            self._have_reported(REPORT_SECONDS)
+
+    def _have_reported(self, seconds: float) -> None:
+        """Has a thread report in so many seconds."""
+        if self._late is None:
+            self._late = threading.Timer(seconds, self._report_late)
             self._late.daemon = True
             self._late.start()
 
     def _report_late(self) -> None:
         self._late = None
-        if self.closed or not self.coordinator.connected:
+        limiter = self._limiter
+        if limiter is None or self.closed or not self.coordinator.connected:
             return
         with suppress(AttachError, Stopped, self._ray.exceptions.RayError):  # the next draw says so
             self.refresh()
-            self.report()
+            if limiter.silent:
+                self._send_report(limiter, 0, False)
+                self._hear_soon()
+            else:
+                self.report()
 
     @property
     def silence(self) -> str:
@@ -255,12 +277,12 @@ class ShardClient:
         inserted = {numbers[number]: figures.stats.inserted for number, (figures, _) in told.items()}
         self._adopt(self.coordinator.table("restored", manifest, numbers, born, inserted))
         with self._lock:
-            self._figures, self._said = {}, {}  # a number may be that of another node's shard now
+            self._figures = {}  # a number may be that of another node's shard now
         self.exchange()
 
     def release(self) -> None:
         """Lets go of the shards that this process reads and writes."""
-        self._union = None
+        self._leave_union()
         self._keep_ways(())
         self.local.release()
         self.remote.release()
@@ -345,7 +367,7 @@ class ShardClient:
             self.coordinator.require_own_process()
         known, here, union = self._union
         if here is not None and time.monotonic() - self._seen_at >= LOOK_SECONDS and not self._is_alive(here):
-            self._union = None
+            self._leave_union()
             return None
         table = self.table
         if known is not table:  # most of them bring nothing new
@@ -366,7 +388,8 @@ class ShardClient:
             return union
         if self._union is not None:
             known, _, last = self._union
-            before, self._union = last if known.rule.cleared == table.rule.cleared else None, None
+            before = last if known.rule.cleared == table.rule.cleared else None
+            self._leave_union()  # the largest priority is heard of, too
         if layout.is_ragged or (not self._is_alive(here) if here else len(table.entries) < 2):
             return None
         shards: list[tuple[int, _C.Link | None]] = []
@@ -377,7 +400,6 @@ class ShardClient:
                     return None
                 shards.append((number, None if link is None else link.native))
         segment = None if here is None else here.segment
-        self._look_into()  # for the largest priority
         union = _C.UnionShards(self.connections, shards, segment, PLACES, self.limiter.largest, before)
         self._union = table, here, union
         return union
@@ -385,7 +407,7 @@ class ShardClient:
     def forget_union(self, union: _C.UnionShards) -> None:
         """Has the native core reach the shards anew, with other connections."""
         if self._union is not None and self._union[2] is union:
-            self._union = None
+            self._leave_union()
 
     def take_in_union(self, union: _C.UnionShards, draw: _C.UnionDraw) -> bool:
         """Takes in what shards have said with their items, if they have; returns whether the batch is made of these.
@@ -393,9 +415,7 @@ class ShardClient:
         Raises:
             Stopped: The buffer was stopped.
         """
-        made, stopped, said = union.take_in(draw)
-        with self._lock:
-            self._said.update(said)
+        made, stopped = union.take_in(draw)
         self._heard_stop = self._heard_stop or stopped
         if self._heard_stop or self.table.stopped:
             raise Stopped(f"{self.called} was stopped")

@@ -336,8 +336,6 @@ class SampleRequestStream:
     change its batch.
     """
 
-    drawn_from: TreeSummary  # what the weights of the batch handed out last were computed from
-
     def __init__(self, sampler: ShardedSampler, spec: StreamSpec) -> None:
         self._sampler, self._spec, self._batch_size, self._left = sampler, spec, spec.batch_size, spec.count
         self._prefetch, self._timeout, self._waiting = spec.prefetch, spec.timeout, spec.waiting
@@ -346,6 +344,12 @@ class SampleRequestStream:
         self._here: tuple[LocalShard, _C.Prefetcher] | None = None  # the only shard, and what draws from it ahead
         self._ordered = 0  # of that, and not taken
         self._draws: tuple[LocalShard, _C.DrawsHere] | None = None  # from the shard here, where there are others
+        self._drawn_from: DrawnFrom = (0.0, 0, 0.0, 0.0)  # of the batch handed out last
+
+    @property
+    def drawn_from(self) -> TreeSummary:
+        """What the weights of the batch handed out last were computed from."""
+        return TreeSummary(*self._drawn_from)
 
     def __iter__(self) -> SampleRequestStream:
         return self
@@ -439,7 +443,7 @@ class SampleRequestStream:
             self._ordered -= 1
             batch, told = here.with_base(taken), ahead.drawn_from
             self._sampler.count(batch)
-        self.drawn_from = TreeSummary(*told)
+        self._drawn_from = told
         return self._sampler.finished(batch, self._finishes)
 
     def _place(self, here: LocalShard) -> Into:
@@ -469,7 +473,7 @@ class SampleRequestStream:
         if batch is None or not ahead or ahead[0] is not first:
             return None
         ahead.popleft()
-        self.drawn_from = first.drawn_from
+        self._drawn_from = first.drawn_from
         return sampler.taken(first, batch, self._finishes)
 
     def _take(self, wait: Wait) -> ReplayBatch | None:
@@ -491,7 +495,7 @@ class SampleRequestStream:
             if self._ahead and self._ahead[0] is first:  # a signal handler may have closed the stream
                 self._ahead.popleft()
         if batch is not None:
-            self.drawn_from = first.drawn_from
+            self._drawn_from = first.drawn_from
         return batch
 
     def _draws_here(self) -> _C.DrawsHere | None:
