@@ -460,6 +460,25 @@ BOOST_AUTO_TEST_CASE(who_is_away_between_calls_has_its_answers_read_without_wait
   exchange.close(at.link);
 }
 
+BOOST_AUTO_TEST_CASE(what_is_asked_for_earlier_or_later_than_expected_is_sent_all_the_same) {
+  for (const int ms : {0, 1, 3, 12, 40}) {  // the last step, of which nobody knows that there is no other
+    Exchange exchange;
+    const Connection at = connect(exchange);
+    const Aside server([&] { at.peer->serve(); });
+    uint64_t number = 0;
+    for (; number < 20; number++) {
+      const ReplyPointer reply = ask(exchange, at.link, request_of(number));
+      std::this_thread::sleep_for(milliseconds(4));
+      if (number == 0) BOOST_REQUIRE(exchange.wait(*reply, 20 * kSecond));
+    }
+    std::this_thread::sleep_for(milliseconds(ms));
+    const ReplyPointer last = ask(exchange, at.link, request_of(number));
+    BOOST_REQUIRE(comes_true([&] { return last->is_there(); }));
+    BOOST_TEST(holds(*last, answer_to(number)));
+    exchange.close(at.link);
+  }
+}
+
 BOOST_AUTO_TEST_CASE(who_is_away_is_told_of_an_end_without_waiting) {
   Exchange exchange;
   const Connection at = connect(exchange);
