@@ -15,10 +15,10 @@ from torchreplay import _C
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.local_shard import LocalShard
 from torchreplay.ray.sharded.shard_actor import Shard
-from torchreplay.ray.sharded.shard_wire import PLACES, ShardLink, ShardServer
+from torchreplay.ray.sharded.shard_wire import PLACES, ShardLink, ShardServer, read_report
 from torchreplay.schema.config import Config
 
-KEY_BITS, SECONDS, N = 48, 20, 64
+KEY_BITS, SECONDS, N, NONCE = 48, 20, 64, 1 << 63
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -64,8 +64,8 @@ class Union:
         """Returns the batch, and whether it was made of the first answers."""
         draw, batch = asked
         assert draw.wait(int(SECONDS * 1e9))
-        plain, _ = self.native.take_in(draw)
-        return batch, plain and draw.is_made
+        made, _ = self.native.take_in(draw)
+        return batch, made
 
     def leaves(self):
         """The leaf of each item, by shard."""
@@ -112,7 +112,7 @@ def test_batches_are_of_the_union_as_it_was_when_they_were_asked_for(here, ahead
             leaves.append(union.leaves())
             keys = torch.tensor([(k << KEY_BITS) + i for k, n in enumerate((50, 20, 80)) for i in range(n)])
             td = torch.from_numpy(chance.uniform(0.5, 1.5, len(keys)))
-            sent = union.native.feed_back(keys, td)
+            sent = union.native.feed_back(keys, td, NONCE)
             assert sum(count for _, count, _ in sent) == sum(n for k, n in enumerate((50, 20, 80)) if k != here)
             if union.local is not None:
                 union.local.settle()
@@ -143,7 +143,7 @@ def test_the_same_calls_bring_the_same_batches_whoever_makes_them():
                     found.append([plain, *(tensor.clone() for tensor in union.layout.tensors(batch))])
                     if away:
                         time.sleep(0.002)
-                    assert union.native.feed_back(batch["key"], batch["weight"] + step) is not None
+                    assert union.native.feed_back(batch["key"], batch["weight"] + step, NONCE) is not None
             if draws is not None:
                 draws.close()
             return found
@@ -203,9 +203,38 @@ def test_what_is_wrong_is_left_to_whoever_says_why_and_nothing_is_applied(keys, 
     with Union() as union:
         union.take(union.ask(0))
         before = union.leaves()
-        assert union.native.feed_back(torch.tensor(keys), torch.tensor(td)) is None
+        assert union.native.feed_back(torch.tensor(keys), torch.tensor(td), NONCE) is None
         union.local.settle()
         assert all((a == b).all() for a, b in zip(before, union.leaves(), strict=True))
+
+
+def test_batches_are_fed_back_that_are_signed_and_no_others():
+    with Union() as union:
+        batch, _ = union.take(union.ask(0))
+        td, before = torch.full((N,), 3.0), union.leaves()
+        for unsigned in (batch, dict(batch), {"key": batch["key"]}, {}):
+            assert union.native.feed_back(unsigned, td, NONCE) is None
+        batch.source = NONCE + 1
+        assert union.native.feed_back(batch, td, NONCE) is None
+        union.local.settle()
+        assert all((a == b).all() for a, b in zip(before, union.leaves(), strict=True))
+        batch.source = NONCE
+        for _, _, reply in union.native.feed_back(batch, td, NONCE):
+            assert reply.wait(int(SECONDS * 1e9))
+            assert reply.is_well
+        union.local.settle()
+        fed = {tuple(item) for item in torch.stack([batch["home"], batch["index"]], 1).tolist()}
+        for home, leaves in enumerate(union.leaves()):
+            assert {(home, int(i)) for i in np.flatnonzero(leaves == 3)} == {item for item in fed if item[0] == home}
+
+
+def test_what_shards_have_said_is_told_once():
+    with Union() as union:
+        for step in range(3):
+            union.take(union.ask(step))
+        reports = {number: read_report(head) for number, head in union.native.said()}
+        assert {number: report.stats.size for number, report in reports.items()} == {1: 20, 2: 80}
+        assert union.native.said() == []
 
 
 def test_nothing_is_written_to_a_batch_that_was_given_up():
@@ -243,9 +272,10 @@ def test_a_server_that_ends_costs_its_batches_and_says_so():
         replies = dict(union.native.replies(draw))
         assert "closed" in replies[2].lost
         assert not replies[1].lost
-        assert not union.native.is_whole()
-        union.before = lambda number: None
-        assert not union.take(union.ask(2))[1]
+        assert union.ask(2) is None
+        before = union.leaves()
+        assert union.native.feed_back(torch.arange(9), torch.ones(9), NONCE) is None
+        assert all((a == b).all() for a, b in zip(before, union.leaves(), strict=True))
 
 
 def test_batches_under_way_may_become_garbage_at_any_time():
@@ -278,7 +308,7 @@ def test_several_threads_draw_and_feed_back():
                         pass
                     if draw.is_made:
                         assert (batch["key"] == (batch["home"] << KEY_BITS) + batch["index"]).all()
-                        union.native.feed_back(batch["key"], batch["weight"])
+                        union.native.feed_back(batch["key"], batch["weight"], NONCE)
             except Exception as error:
                 failures.append(error)
 

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -108,17 +108,17 @@ class ShardClient:
         self._look_into()
         self._union = None
 
-    @cached_property
+    @property
     def limiter(self) -> LearnerLimiter:
         """The limiter, as far as this learner knows what was inserted and drawn."""
-        stream = self.coordinator.ask("join")
-        with self._lock:
-            if self._limiter is None:  # no other thread has asked meanwhile
-                self._limiter = LearnerLimiter(self.table.rule, stream)
-                self._take_in(self.table)
-            joined = self._limiter
-        self._catch_up()
-        return joined
+        if self._limiter is None:
+            stream = self.coordinator.ask("join")
+            with self._lock:
+                if self._limiter is None:  # no other thread has asked meanwhile
+                    self._limiter = LearnerLimiter(self.table.rule, stream)
+                    self._take_in(self.table)
+            self._catch_up()
+        return self._limiter
 
     def require_open(self) -> None:
         """Raises RuntimeError if the `ShardedReplay` is closed."""
