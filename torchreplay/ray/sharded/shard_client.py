@@ -247,7 +247,7 @@ class ShardClient:
             rows, inserted = self._last_known(number)
             reason = why.strip().splitlines()[0] if why.strip() else "its process died"
             logger.error("%s is lost, and its %d rows with it: %s", self._name(number), rows, reason)
-            self._adopt(self.table.without(LostShard(number, entry.node, rows, inserted)))
+            self._take_in(self.table.without(LostShard(number, entry.node, rows, inserted)))
         self._adopt(self.coordinator.table("lost", number, rows, inserted, reason))
 
     def set_limiter(self, limiter: Limiter) -> None:

@@ -49,6 +49,6 @@ class ShardTable:
         return {number: entry.handle.nonce for number, entry in self.entries.items()}
 
     def without(self, lost: LostShard) -> ShardTable:
-        """Returns the same without a shard that is gone."""
+        """Returns the same without a shard that is gone, until any other table is heard of."""
         entries = {number: entry for number, entry in self.entries.items() if number != lost.number}
-        return replace(self, entries=entries, lost=(*self.lost, lost))
+        return replace(self, entries=entries, lost=(*self.lost, lost), moment=self.moment - 1)
