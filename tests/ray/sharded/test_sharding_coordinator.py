@@ -182,7 +182,7 @@ def test_who_waits_for_a_coordinator_that_does_not_answer_is_told_its_name(local
     assert caplog.text.count("waiting for an answer from the coordinator of the ShardedReplay (Ray's actor union)") == 2
     assert shards.silence == ""
     monkeypatch.setattr(local_cluster, "wait", silent.wait)
-    monkeypatch.setattr("torchreplay.ray.sharded.shard_client.SILENT_AFTER", 0.2)
+    monkeypatch.setattr("torchreplay.ray.sharded.coordinator_view.SILENT_AFTER", 0.2)
     draws = ShardedSampler(shards, Config.of(SPEC, 100, tr.Uniform(), None, None), 1, 1, None)
     with pytest.raises(tr.ReplayTimeout, match=r"0 items were inserted, .*the coordinator .*has not answered for"):
         draws.draw(8, None, Wait(shards, 1.0))
