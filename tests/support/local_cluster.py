@@ -8,7 +8,7 @@ import pytest
 
 USES_RAY = (
     "runtime.actor_client",
-    "sharded.shard_client",
+    "sharded.coordinator_view",
     "sharded.coordinator",
     "sharded.coordinator_client",
     "sharded.writing",

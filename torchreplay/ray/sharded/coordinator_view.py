@@ -1,4 +1,4 @@
-"""`CoordinatorView`: what one process hears from the coordinator of a `ShardedReplay`, and tells it."""
+"""`CoordinatorView`: the coordinator of a `ShardedReplay` as one process sees it: table, limiter, and reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SILENT_AFTER: Final = 5.0
 
 
 class CoordinatorView(ABC):
-    """What is where, and how much this process may draw, as the coordinator says; and what it is told of that.
+    """What is where, and how much this process may draw. The coordinator says so, and gets reports of what was drawn.
 
     Args:
         name: Of the coordinator's actor.
