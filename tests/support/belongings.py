@@ -40,7 +40,8 @@ def belongings() -> set[str]:
 
 def _files_in_dev_shm() -> set[str]:
     """Files in shared memory, without those of Ray, multiprocessing's semaphores, and files named after another living
-    process, as torch and the tests beside this one make them."""
+    process, as torch and the tests beside this one make them. A process that is killed may leave one of torch's: it
+    takes the name away in a second call."""
     names = (name for name in os.listdir("/dev/shm") if not name.startswith(("plasma", "ray", "sem.")))
     return {f"/dev/shm/{name}" for name in names if not _is_anothers(name)}
 
@@ -49,7 +50,7 @@ def _is_anothers(name: str) -> bool:
     if not name.startswith(("torch_", "torchreplay_")):
         return False
     pid = name.split("_")[1]
-    return pid != str(os.getpid()) and os.path.exists(f"/proc/{pid}")
+    return pid != str(os.getpid()) and (name.startswith("torch_") or os.path.exists(f"/proc/{pid}"))
 
 
 def _children() -> set[str]:
