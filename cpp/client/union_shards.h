@@ -144,6 +144,7 @@ class UnionShards {
   // How many candidates each shard is asked for, for a batch of `n`: what its share may have grown to, by `slack`.
   std::vector<int64_t> asked(int64_t n, double slack) const {
     std::vector<double> totals;
+    totals.reserve(shards_.size());
     for (const Shard& shard : shards_) totals.push_back(shard.tree.total);
     return UnionDraw::asked(totals, n, slack);
   }

@@ -70,6 +70,7 @@ class UnionDraw {
   static std::vector<int64_t> most(std::span<const double> totals, int64_t n) {
     const double whole = sum(totals);
     std::vector<int64_t> counts;
+    counts.reserve(totals.size());
     for (const double total : totals) {
       const double share = total > 0 ? static_cast<double>(n) * (total / whole) : 0;
       counts.push_back(total > 0 ? std::min(n, static_cast<int64_t>(share) + 2) : 0);
@@ -88,6 +89,7 @@ class UnionDraw {
   // Makes it of all of them: they are n.
   void take_all(std::span<const Candidates> parts, std::span<const Output> batch) {
     std::vector<int64_t> counts;
+    counts.reserve(parts.size());
     for (const Candidates& part : parts) counts.push_back(part.given);
     compose(parts, counts, batch);
   }
@@ -108,6 +110,7 @@ class UnionDraw {
   }
   static std::vector<double> totals_of(std::span<const Candidates> parts) {
     std::vector<double> totals;
+    totals.reserve(parts.size());
     for (const Candidates& part : parts) totals.push_back(part.tree.total);
     return totals;
   }

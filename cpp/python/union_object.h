@@ -108,6 +108,7 @@ inline std::vector<Candidates> all_candidates(PyObject* list, std::deque<ArrayVi
   std::vector<Candidates> parts;
   const Py_ssize_t count = PyList_Size(list);
   if (count < 0) throw PythonError{};
+  parts.reserve(static_cast<size_t>(count));
   for (Py_ssize_t i = 0; i < count; i++) parts.push_back(candidates_of(PyList_GetItem(list, i), views, round));
   return parts;
 }
@@ -148,7 +149,9 @@ inline PyObject* list_of(const std::vector<int64_t>& counts) {
 
 inline std::vector<double> doubles(PyObject* list) {
   std::vector<double> values;
-  for (Py_ssize_t i = 0; i < PyList_Size(list); i++) values.push_back(as_double(PyList_GetItem(list, i)));
+  const Py_ssize_t count = PyList_Size(list);
+  values.reserve(static_cast<size_t>(count));
+  for (Py_ssize_t i = 0; i < count; i++) values.push_back(as_double(PyList_GetItem(list, i)));
   return values;
 }
 
