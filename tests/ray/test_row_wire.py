@@ -3,6 +3,7 @@
 import contextlib
 import random
 import socket
+import sys
 import threading
 import weakref
 
@@ -18,7 +19,7 @@ pytest.importorskip("ray")
 from torchreplay.ray.remote import row_sender, send_buffer
 from torchreplay.ray.remote.remote_buffer import RemoteWriter
 from torchreplay.ray.remote.row_sender import RowSender
-from torchreplay.ray.remote.row_wire import ANSWER, PUSH, RowLink
+from torchreplay.ray.remote.row_wire import ANSWER, PUSH, Answer, Chunk, RowLink, RowServer, Source
 from torchreplay.ray.remote.send_buffer import SendBuffer
 from torchreplay.ray.sharded.remote_shard import RemoteShard
 from torchreplay.ray.wire import way
@@ -252,3 +253,25 @@ def test_a_writer_that_another_thread_opens_while_its_shard_is_closed_is_closed_
     with shard.writer() as writer, pytest.raises(RuntimeError, match="is closed, and this writer with it"):
         writer.append(n=1, wide=np.zeros(100, np.int64))
     assert len(buffer) == 0
+
+
+def test_an_answer_is_for_its_own_chunk_wherever_the_connection_ends():
+    """Two threads end what waits, the one that takes answers and the one that closes: neither shifts the others'."""
+    server = RowServer("127.0.0.1", lambda source, chunk: Answer(written=chunk.number), 1 << 20)
+    block, interval = np.zeros(256, np.uint8), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        answered = 0
+        for _ in range(400):
+            link = RowLink(server.address)
+            answers = [link.push(Source(n, 1, 1, False), Chunk(n, 0, 1, 0, block)) for n in range(1, 41)]
+            link.close()
+            for n, answer in enumerate(answers, 1):
+                with contextlib.suppress(LinkBroken):
+                    assert answer.result(SECONDS).written == n
+                    answered += 1
+        assert 0 < answered < 400 * 40
+    finally:
+        sys.setswitchinterval(interval)
+        server.close()
+    eventually(lambda: not any(thread.name.startswith("torchreplay") for thread in threading.enumerate()))

@@ -1,6 +1,7 @@
 """What processes know of the shards of a `ShardedReplay`, and report to each other, when one is lost or slow to come
 back, or when Ray cannot reach an actor. On a cluster in this process."""
 
+import copy
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from local_shards import SPEC
 from three_shards import NODES, die, hand_out, write
 
 import torchreplay as tr
+from torchreplay.errors import AttachError
 from torchreplay.ray import ShardedReplay
 from torchreplay.ray.sharded.local_shard import LocalShard
 from torchreplay.ray.sharded.manifest import Counts, Manifest
@@ -397,3 +399,47 @@ def test_a_shard_that_is_empty_admits_no_more_than_it_may(limit, admitted):
             writer.append(home=0, index=0)
     assert len(shard._buffer) == admitted
     shard._buffer.close()
+
+
+# What a learner has drawn is said, though it may call nothing more.
+
+
+@pytest.mark.parametrize("nodes", [["a"], NODES])
+@pytest.mark.parametrize("prefetch", [None, 0, 2])
+def test_what_a_learner_drew_last_is_known_to_others(local_cluster, nodes, prefetch):
+    with ShardedReplay(SPEC, 300, nodes=nodes) as replay, copy.copy(replay) as other:
+        replay.extend(home=np.zeros(50, int), index=np.arange(50))
+        batches = None if prefetch is None else iter(tr.ReplayDataset(replay, 8, prefetch=prefetch))
+        for drawn in (1, 2, 30):  # the last of them while a report is waited for
+            for _ in range(drawn):
+                replay.sample(8) if batches is None else next(batches)
+        eventually(lambda: other.stats().sampled == 8 * 33)
+        if batches is not None:
+            batches.close()
+
+
+def test_a_learner_whose_process_has_left_ray_is_told_so_and_starts_no_other(local_cluster):
+    with ShardedReplay(SPEC, 300) as replay:
+        replay.extend(home=np.zeros(50, int), index=np.arange(50))
+        batch = replay.sample(8)
+        elsewhere = torch.arange(8) + (1 << 48)
+        local_cluster.is_initialized = lambda: False
+        for call in (
+            lambda: replay.sample(8),
+            lambda: replay.gather(batch),
+            lambda: replay.update_priorities(elsewhere, torch.ones(8)),
+        ):
+            with pytest.raises(AttachError, match="Ray was shut down in this process"):
+                call()
+        del local_cluster.is_initialized
+
+
+def test_batches_of_a_closed_buffer_are_refused(local_cluster):
+    for prefetch in (0, 2):
+        with ShardedReplay(SPEC, 300) as replay:
+            replay.extend(home=np.zeros(50, int), index=np.arange(50))
+            batches = iter(tr.ReplayDataset(replay, 8, prefetch=prefetch))
+            next(batches)
+            replay.close()
+            with pytest.raises(RuntimeError, match="the ShardedReplay is closed"):
+                next(batches)

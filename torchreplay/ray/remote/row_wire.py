@@ -136,19 +136,20 @@ class RowLink:
 
     def __init__(self, address: Address) -> None:
         self._pid, self._connection = os.getpid(), connect(address)
+        self._sending, self._lock = threading.Lock(), threading.Lock()  # nobody holds the second one for long
         self.broken: LinkBroken | None = None  # why nothing comes through any more
         self._waiting = deque[Future[Answer]]()
-        self._lock = threading.RLock()
         threading.Thread(target=self._listen, name="torchreplay-row-link", daemon=True).start()
 
     def push(self, source: Source, chunk: Chunk) -> Future[Answer]:
         """Has a chunk written, as `Ingest.push` does."""
         answer = Future[Answer]()
-        with self._lock:
-            if self.broken is not None:
-                answer.set_exception(self.broken)
-                return answer
-            self._waiting.append(answer)
+        with self._sending:
+            with self._lock:
+                if self.broken is not None:
+                    answer.set_exception(self.broken)
+                    return answer
+                self._waiting.append(answer)
             try:
                 head = PUSH.pack(MARK, *source, *chunk[:-1], chunk.block.nbytes)
                 send(self._connection, head, chunk.block)
@@ -165,19 +166,22 @@ class RowLink:
         try:
             while True:
                 answer = _read(partial(receive, self._connection))
-                self._waiting.popleft().set_result(answer)
+                with self._lock:  # once it is broken, nothing waits
+                    waiting = self._waiting.popleft()
+                waiting.set_result(answer)
         except Exception as error:
             self._end(f"{type(error).__name__}: {error}")
-        with self._lock:  # only here, and while nobody sends: another connection may get its descriptor
+        with self._sending:  # only here, and while nobody sends: another connection may get its descriptor
             self._connection.close()
 
     def _end(self, why: object) -> None:
-        with suppress(OSError):  # first: who sends holds the lock, perhaps for as long as nobody reads
+        with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         with self._lock:
-            self.broken = self.broken or LinkBroken(str(why))
-            while self._waiting:
-                self._waiting.popleft().set_exception(self.broken)
+            self.broken = broken = self.broken or LinkBroken(str(why))
+            lost, self._waiting = self._waiting, deque()
+        for answer in lost:
+            answer.set_exception(broken)
 
 
 def _read(fill: Fill) -> Answer:

@@ -73,6 +73,12 @@ class CoordinatorView(ABC):
             self._catch_up()
         return self._limiter
 
+    def close(self) -> None:
+        """Reports no more."""
+        self.closed = True
+        if self._late is not None:
+            self._late.cancel()
+
     def require_open(self) -> None:
         """Raises RuntimeError if the `ShardedReplay` is closed."""
         if self.closed:
@@ -106,9 +112,7 @@ class CoordinatorView(ABC):
         if limiter is None:  # there is nothing to report
             return
         if limiter.silent and not n and not last:  # nobody waits for it
-            if now - self._reported_at >= NEWS_SECONDS:
-                self._reported_at = now
-                self._have_reported(0.0)
+            self.report_later()
             return
         if self._reports:
             self.refresh()
@@ -140,14 +144,10 @@ class CoordinatorView(ABC):
         return limiter.short or now - self._reported_at >= (REPORT_SECONDS if limiter.divides else NEWS_SECONDS)
 
     def report_later(self) -> None:
-        """Has what was drawn be reported soon, though no other call may follow: explorers may wait for it."""
-        if self._limiter is not None and self._limiter.unsaid:
-            self._have_reported(REPORT_SECONDS)
-
-    def _have_reported(self, seconds: float) -> None:
-        """Has a thread report in so many seconds."""
-        if self._late is None:
-            self._late = threading.Timer(seconds, self._report_late)
+        """Has a thread report what was drawn, though no other call may follow: explorers may wait for it."""
+        limiter = self._limiter
+        if self._late is None and limiter is not None and limiter.unsaid:
+            self._late = threading.Timer(REPORT_SECONDS if limiter.divides else NEWS_SECONDS, self._report_late)
             self._late.daemon = True
             self._late.start()
 

@@ -343,8 +343,8 @@ class LearnerLimiter:
 
     @property
     def unsaid(self) -> bool:
-        """Whether the coordinator divides what is drawn, and lacks some of what was ordered here."""
-        return self.divides and self._sampled != self._told
+        """Whether the coordinator lacks some of what was ordered here."""
+        return self._sampled != self._told
 
     def count(self, told: Mapping[int, ShardReport]) -> None:
         """Takes in what shards have answered."""
@@ -372,9 +372,10 @@ class LearnerLimiter:
         For these it waits. The lease of someone who only `looks` around stays as it is.
         """
         with self._lock:
-            sampled, wanted = self._sampled, 0
+            sampled, wanted, told = self._sampled, 0, self._told
+            self._told = told if looks else sampled
             if not looks and self.divides:
-                wanted, self._told = n + AHEAD * max(0, sampled - self._told), sampled
+                wanted = n + AHEAD * max(0, sampled - told)
                 # A part that is too small for a batch would be in others' way.
                 self._lease = min(self._lease, sampled + wanted if self._lease - sampled >= n else sampled)
             return LearnerReport(

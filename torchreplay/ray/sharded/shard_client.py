@@ -18,7 +18,7 @@ from torchreplay.buffer.base import MAX_BATCH
 from torchreplay.errors import Stopped
 from torchreplay.ray.runtime.session import logger
 from torchreplay.ray.sharded.batch_block import Layout
-from torchreplay.ray.sharded.coordinator_view import CoordinatorView
+from torchreplay.ray.sharded.coordinator_view import NEWS_SECONDS, REPORT_SECONDS, CoordinatorView
 from torchreplay.ray.sharded.local_shard import LocalAttachment, LocalShard
 from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.remote_shard import RemoteAttachment
@@ -168,10 +168,12 @@ class ShardClient(CoordinatorView):
         here, table = self.local.shard, self.table
         if here is None or len(table.entries) != 1 or here.number not in table.entries or self.closed:
             return None
-        if self._is_due(time.monotonic()):
+        limiter, now = self.limiter, time.monotonic()
+        if limiter.short or now - self._seen_at >= (REPORT_SECONDS if limiter.divides else NEWS_SECONDS):
             self.refresh()
             if not self._reports:
                 self.coordinator.require_own_process()
+                self._seen_at = now
                 figures = here.report()
                 if figures is None:  # a round of calls finds out what it means
                     return None
@@ -191,6 +193,7 @@ class ShardClient(CoordinatorView):
         others send theirs over a connection of their own. Without `layout` all are called through Ray.
         """
         self.coordinator.require_own_process()
+        self.coordinator.require_ray()
         largest = self.limiter.largest
         with self._lock:
             entries, local = self.table.entries, self.local.shard if layout is not None else None
@@ -284,6 +287,7 @@ class ShardClient(CoordinatorView):
         `keys` are each shard's own `[n]` by its number; none for those left out.
         """
         self.coordinator.require_own_process()
+        self.coordinator.require_ray()
         self.report()
         none, calls = np.empty(0, np.int64), dict[int, Any]()
         with self._lock:
@@ -323,6 +327,7 @@ class ShardClient(CoordinatorView):
         Returns what the answer will be got by; None if there is no such shard any more.
         """
         self.coordinator.require_own_process()
+        self.coordinator.require_ray()
         with self._lock:
             entry = self.table.entries.get(number)
             if entry is None:

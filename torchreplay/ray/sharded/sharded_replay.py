@@ -520,7 +520,7 @@ class ShardedReplay(ShardedRows, Replay):
         """
         if self._shards.closed:
             return
-        self._shards.closed = True
+        self._shards.close()
         connected = self._shards.coordinator.connected  # and not a forked child, which has made nothing
         try:
             if self._owned is None and connected:

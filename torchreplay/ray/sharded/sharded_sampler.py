@@ -360,6 +360,8 @@ class SampleRequestStream:
         Raises:
             ReplayTimeout, WouldBlockForever, Stopped: As `sample` does.
         """
+        if self._sampler.shards.closed:
+            self._sampler.shards.require_open()
         self._sampler.feedback.apply_arrived()
         if self._left is None and (batch := self._take_at_once()) is not None:
             return batch
