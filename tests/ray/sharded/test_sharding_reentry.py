@@ -117,7 +117,7 @@ def test_what_a_shard_raises_is_said_once():
 class InterruptedShards(LocalShards):
     """Shards whose learner gets one signal: when it has looked `looks` times at what was inserted and drawn."""
 
-    looks, stopped = 0, False
+    looks, stopped, closed = 0, False, False
 
     def __init__(self, sizes, sampler):
         super().__init__(sizes, sampler)

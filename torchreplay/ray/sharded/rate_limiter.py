@@ -291,8 +291,8 @@ class LearnerLimiter:
 
     @property
     def silent(self) -> bool:
-        """Whether nobody needs to hear soon of what is drawn here."""
-        return not self.divides and self._sampled <= self._enough
+        """Whether nobody needs to hear soon of what is drawn here, and all know that something is."""
+        return not self.divides and 0 < self._told and self._sampled <= self._enough
 
     @property
     def short(self) -> bool:
