@@ -292,7 +292,7 @@ class LearnerLimiter:
     @property
     def silent(self) -> bool:
         """Whether nobody needs to hear soon of what is drawn here, and all know that something is."""
-        return not self.divides and 0 < self._told and self._sampled <= self._enough
+        return not self.divides and self._told > 0 and self._sampled <= self._enough
 
     @property
     def short(self) -> bool:
