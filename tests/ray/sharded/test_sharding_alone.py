@@ -10,7 +10,7 @@ from local_shards import SPEC
 
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay
-from torchreplay.ray.sharded import shard_client
+from torchreplay.ray.sharded import coordinator_view
 from torchreplay.ray.sharded.sample_request import SampleRequest
 from torchreplay.ray.sharded.shard_keys import KEY_BITS
 
@@ -116,7 +116,7 @@ def test_bad_feedback_is_refused_as_from_several_shards(cluster):
 
 
 def test_one_that_dies_is_lost_and_the_next_ones_keys_are_its_own(cluster, monkeypatch, rounds):
-    monkeypatch.setattr(shard_client, "NEWS_SECONDS", 0.0)  # it is looked at with each draw
+    monkeypatch.setattr(coordinator_view, "NEWS_SECONDS", 0.0)  # it is looked at with each draw
     with filled() as replay:
         old = replay.sample(8)
         actor = replay._shards.table.entries[0].actor

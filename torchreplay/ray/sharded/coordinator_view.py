@@ -140,14 +140,18 @@ class CoordinatorView(ABC):
 
     def _is_due(self, now: float) -> bool:
         """Whether it is time for a report."""
-        limiter = self.limiter
-        return limiter.short or now - self._reported_at >= (REPORT_SECONDS if limiter.divides else NEWS_SECONDS)
+        return self.limiter.short or now - self._reported_at >= self._report_seconds
+
+    @property
+    def _report_seconds(self) -> float:
+        """Seconds between two reports."""
+        return REPORT_SECONDS if self.limiter.divides else NEWS_SECONDS
 
     def report_later(self) -> None:
         """Has a thread report what was drawn, though no other call may follow: explorers may wait for it."""
         limiter = self._limiter
         if self._late is None and limiter is not None and limiter.unsaid:
-            self._late = threading.Timer(REPORT_SECONDS if limiter.divides else NEWS_SECONDS, self._report_late)
+            self._late = threading.Timer(self._report_seconds, self._report_late)
             self._late.daemon = True
             self._late.start()
 

@@ -162,7 +162,7 @@ class SampleRequest:
         """Waits until all shards have sent what they were asked for at once."""
         if not draw.wait(0) and not draw.wait(wait.slice_ns()):
             replies = {number: ShardReply(reply, None) for number, reply in union.replies(draw)}
-            self._shards.calls.collect(replies, wait)  # which looks around, and says who is silent
+            self._shards.calls.collect(replies, wait)  # it names shards that do not answer
             while not draw.wait(wait.slice_ns()):
                 if wait.expired:
                     raise ReplayTimeout(f"no batch of {self.n:,} in time: the buffer's lock does not come free")

@@ -18,7 +18,7 @@ from torchreplay.buffer.base import MAX_BATCH
 from torchreplay.errors import Stopped
 from torchreplay.ray.runtime.session import logger
 from torchreplay.ray.sharded.batch_block import Layout
-from torchreplay.ray.sharded.coordinator_view import NEWS_SECONDS, REPORT_SECONDS, CoordinatorView
+from torchreplay.ray.sharded.coordinator_view import CoordinatorView
 from torchreplay.ray.sharded.local_shard import LocalAttachment, LocalShard
 from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.remote_shard import RemoteAttachment
@@ -168,8 +168,8 @@ class ShardClient(CoordinatorView):
         here, table = self.local.shard, self.table
         if here is None or len(table.entries) != 1 or here.number not in table.entries or self.closed:
             return None
-        limiter, now = self.limiter, time.monotonic()
-        if limiter.short or now - self._seen_at >= (REPORT_SECONDS if limiter.divides else NEWS_SECONDS):
+        now = time.monotonic()
+        if self.limiter.short or now - self._seen_at >= self._report_seconds:
             self.refresh()
             if not self._reports:
                 self.coordinator.require_own_process()
