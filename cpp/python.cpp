@@ -11,6 +11,7 @@
 #include "python/reader_object.h"
 #include "python/regions.h"
 #include "python/segment_object.h"
+#include "python/shard_service_object.h"
 #include "python/union_shards_object.h"
 #include "python/weights_object.h"
 #include "system/checksum.h"
@@ -202,6 +203,7 @@ PyMethodDef functions[] = {
     {"rename_new", rename_new, METH_VARARGS, nullptr},
     {"machine_ns", machine_ns, METH_NOARGS, nullptr},
     {"published_version", published_version, METH_O, nullptr},
+    {"figure_names", segment::figure_names, METH_NOARGS, nullptr},
     {"limiter_needed", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(limiter::needed)), METH_FASTCALL, nullptr},
     {"limiter_admitted", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(limiter::admitted)), METH_FASTCALL,
      nullptr},
@@ -218,9 +220,10 @@ PyObject* make_module() {
   return guarded([&] {
     guard_clients_by_gil();
     Ref m(checked(PyModule_Create(&module)));
-    for (PyType_Spec* spec : {&segment::spec, &importing::spec, &prefetcher::spec, &writer::spec, &weights::spec,
-                              &reader::spec, &wire::exchange_spec, &wire::link_spec, &wire::reply_spec,
-                              &union_draw::spec, &union_shards::spec, &union_shards::draws_spec}) {
+    for (PyType_Spec* spec :
+         {&segment::spec, &importing::spec, &prefetcher::spec, &writer::spec, &weights::spec, &reader::spec,
+          &wire::exchange_spec, &wire::link_spec, &wire::reply_spec, &union_draw::spec, &union_shards::spec,
+          &union_shards::draws_spec, &shard_service::spec}) {
       Ref type(checked(PyType_FromSpec(spec)));
       if (spec == &union_draw::spec) union_draw::type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type.get()));
       if (spec == &wire::reply_spec) wire::reply_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type.get()));

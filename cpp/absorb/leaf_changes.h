@@ -40,6 +40,13 @@ inline float leaf_of(const SamplerConfig& c, double raw) {
   return leaf;
 }
 
+// The raw priority that a leaf comes of, as far as the leaf says it.
+inline double raw_of(const SamplerConfig& c, double leaf) {
+  if (!c.prioritized || c.alpha == 0) return 1;
+  constexpr double kLargest = std::numeric_limits<float>::max();
+  return std::max(0.0, std::min(std::pow(leaf, 1 / c.alpha), kLargest) - c.eps);
+}
+
 // Writes leaves at once, and lets the sums of the tree follow in flush(): in ascending runs, which the tree takes much
 // faster than single changes. A crash in between is repaired from the leaves.
 class LeafChanges {

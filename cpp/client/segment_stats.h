@@ -2,9 +2,12 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <optional>
+#include <string_view>
 
+#include "absorb/leaf_changes.h"
 #include "client/attachment.h"
 #include "segment/pages_in_use.h"
 
@@ -27,7 +30,7 @@ inline double mean_age(const Header& h) {
 struct SegmentStats {
   // Under the lock.
   uint64_t rows, drawable, inserted, sampled, updated, stale_updates, unready_updates, evicted_unsampled;
-  double priority_total, smallest_leaf, priority_change;  // the last one summed over all updates
+  double priority_total, smallest_leaf, priority_min, priority_change;  // the last one summed over all updates
   float max_raw;
   uint64_t held_items, dropped_items;
   double oldest_age;  // of a queue: seconds since the oldest item came; -1: there is none
@@ -46,6 +49,8 @@ struct SegmentStats {
   uint64_t ragged_bytes;  // for values of any length
   double ragged_fill;     // the share of them that rows have, in a queue those that are needed
   uint64_t evicted_by_pages;
+  // As long as it is there.
+  uint64_t capacity, nbytes;
 
   // Absorbed to now, after what this process has fed back.
   static SegmentStats of(Attachment& attachment) {
@@ -65,6 +70,8 @@ struct SegmentStats {
     s.missed = h.missed.load(std::memory_order_relaxed);
     s.dropped_rows = m.file().dropped_rows.load(std::memory_order_relaxed);
     s.stopped = attachment.stopped();
+    s.capacity = m.capacity();
+    s.nbytes = m.layout().bytes;
     return s;
   }
 
@@ -83,6 +90,7 @@ struct SegmentStats {
     const bool are_alike = Claims::are_kept(h) || Epochs::are_kept(h);  // their leaves are marks, no priorities
     priority_total = are_alike ? static_cast<double>(drawable) : static_cast<double>(tree.total()) * tree.unit();
     smallest_leaf = drawable ? tree.min() : 0.0;
+    priority_min = drawable ? raw_of(h.sampler, smallest_leaf) : 0.0;
     held_items = h.held, dropped_items = h.dropped_items, expired_items = h.expired_items;
     if (Admission::is_kept(h)) {
       const Admission admission(m);
@@ -115,5 +123,86 @@ struct SegmentStats {
     return std::min(1.0, static_cast<double>(waited) / (static_cast<double>(elapsed) * std::max(1, many)));
   }
 };
+
+// A string literal as an argument of a template.
+template <size_t n>
+struct Literal {
+  consteval Literal(const char (&from)[n]) { std::copy(from, from + n, text); }
+  constexpr bool operator==(std::string_view other) const { return std::string_view(text, n - 1) == other; }
+  char text[n];
+};
+
+template <Literal name>
+struct Figure {};
+
+inline double seconds(uint64_t ns) { return static_cast<double>(ns) * 1e-9; }
+
+// Seconds between a time of machine_ns() and `now`; -1: it never was.
+inline double ago(int64_t then, int64_t now) { return then ? static_cast<double>(now - then) * 1e-9 : -1.0; }
+
+inline double ratio(double of, uint64_t to) { return of / static_cast<double>(std::max<uint64_t>(1, to)); }
+
+// Calls put(Figure<name>, value) for each field of torchreplay.Stats.
+template <class Put>
+void each_figure(const SegmentStats& s, Put&& put) {
+  put(Figure<"size">{}, s.rows);
+  put(Figure<"drawable">{}, s.drawable);
+  put(Figure<"inserted">{}, s.inserted);
+  put(Figure<"sampled">{}, s.sampled);
+  put(Figure<"updated">{}, s.updated);
+  put(Figure<"stale_updates">{}, s.stale_updates);
+  put(Figure<"unready_updates">{}, s.unready_updates);
+  put(Figure<"samples_per_insert">{}, ratio(static_cast<double>(s.sampled), s.inserted));
+  put(Figure<"evicted_unsampled">{}, s.evicted_unsampled);
+  put(Figure<"held_items">{}, s.held_items);
+  put(Figure<"dropped_items">{}, s.dropped_items);
+  put(Figure<"oldest_age">{}, s.oldest_age);
+  put(Figure<"policy_version">{}, s.policy_version);
+  put(Figure<"age_mean">{}, s.age_mean);
+  put(Figure<"age_max">{}, s.age_max);
+  put(Figure<"expired_items">{}, s.expired_items);
+  put(Figure<"admitted_items">{}, s.admitted_items);
+  put(Figure<"admission_limit">{}, s.admission_limit);
+  put(Figure<"open_admissions">{}, s.open_admissions);
+  put(Figure<"priority_change">{}, ratio(s.priority_change, s.updated));
+  put(Figure<"priority_total">{}, s.priority_total);
+  put(Figure<"priority_min">{}, s.priority_min);
+  put(Figure<"priority_max">{}, s.max_raw);
+  put(Figure<"writers">{}, s.census.writers);
+  put(Figure<"learners">{}, s.census.learners);
+  put(Figure<"last_write_age">{}, ago(s.census.last_write, s.now));
+  put(Figure<"insert_wait">{}, seconds(s.insert_wait));
+  put(Figure<"sample_wait">{}, seconds(s.sample_wait));
+  put(Figure<"insert_wait_share">{}, s.insert_wait_share);
+  put(Figure<"sample_wait_share">{}, s.sample_wait_share);
+  put(Figure<"capacity">{}, s.capacity);
+  put(Figure<"nbytes">{}, s.nbytes);
+  put(Figure<"ragged_bytes">{}, s.ragged_bytes);
+  put(Figure<"ragged_fill">{}, s.ragged_fill);
+  put(Figure<"evicted_by_pages">{}, s.evicted_by_pages);
+  put(Figure<"draws">{}, s.draws);
+  put(Figure<"redraws">{}, s.redraws);
+  put(Figure<"staleness">{}, ratio(static_cast<double>(s.missed), s.taken_ahead));
+  put(Figure<"dropped_rows">{}, s.dropped_rows);
+  put(Figure<"rows_written">{}, s.head);
+  put(Figure<"stopped">{}, s.stopped);
+}
+
+// How many there are.
+inline size_t figure_count() {
+  size_t count = 0;
+  each_figure({}, [&]<Literal name>(Figure<name>, const auto&) { count++; });
+  return count;
+}
+
+// How many come before one of them.
+inline size_t figure_place(std::string_view wanted) {
+  size_t count = 0, place = 0;
+  each_figure({}, [&]<Literal name>(Figure<name>, const auto&) {
+    if (name == wanted) place = count;
+    count++;
+  });
+  return place;
+}
 
 }  // namespace torchreplay

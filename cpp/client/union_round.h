@@ -2,43 +2,21 @@
 #pragma once
 
 #include <chrono>
-#include <cmath>
 #include <condition_variable>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "client/shard_messages.h"
 #include "draw/union_draw.h"
 #include "prefetch/prefetch_queue.h"
 #include "wire/reply.h"
 #include "write/participants.h"
 
 namespace torchreplay {
-
-// With what the head of an answer to a draw begins, behind the start of each answer.
-struct DrawnThere {
-  double total;
-  int64_t drawable;
-  double smallest, beta;
-  int64_t given;
-
-  // Whether a tree can be so.
-  bool is_sound() const { return std::isfinite(total) && total >= 0 && drawable >= 0 && given >= 0; }
-};
-
-inline DrawnThere read_drawn(const char* head) {
-  DrawnThere there;
-  std::memcpy(&there, head, sizeof there);
-  return there;
-}
-inline DrawnFrom drawn_there(const char* head) {
-  const DrawnThere there = read_drawn(head);
-  return {there.total, there.smallest, there.drawable, 0};
-}
 
 class UnionRound : public Awaiting, public DrawListener {
  public:

@@ -17,30 +17,11 @@
 
 #include "client/learner.h"
 #include "client/prefetch_stream.h"
+#include "client/shard_messages.h"
 #include "client/union_round.h"
 #include "wire/exchange.h"
 
 namespace torchreplay {
-
-// Above these low bits of a key of the union is the number of its shard.
-inline constexpr int kShardKeyBits = 48;
-
-// With which a request begins: so many candidates are wanted, and the largest raw priority that was seen in any shard.
-// Or, where that is NaN, so many keys and TD errors follow.
-struct ShardRequest {
-  char mark[4];
-  uint32_t items;
-  double largest;
-
-  ShardRequest(uint32_t n, double seen) : items(n), largest(seen) { std::memcpy(mark, kMark, sizeof kMark); }
-  std::string bytes() const { return {reinterpret_cast<const char*>(this), sizeof *this}; }
-};
-static_assert(sizeof(ShardRequest) == 16);
-
-// At which bytes of the head of an answer some of the shard's figures lie: int64, double and bool.
-struct FigurePlaces {
-  size_t rows_written, largest, stopped;
-};
 
 // Where the shard here draws to for a batch that is under way.
 struct RowsHere {
@@ -107,13 +88,9 @@ class UnionShards {
   };
 
   // `here`: of the shard without a link, where there is one. `largest`: the largest raw priority seen so far.
-  UnionShards(std::shared_ptr<Exchange> exchange, FigurePlaces places, std::vector<Shard> shards,
-              std::shared_ptr<Learner> here, double largest)
-      : exchange_(std::move(exchange)),
-        places_(places),
-        shards_(std::move(shards)),
-        here_(std::move(here)),
-        largest_(largest) {}
+  UnionShards(std::shared_ptr<Exchange> exchange, std::vector<Shard> shards, std::shared_ptr<Learner> here,
+              double largest)
+      : exchange_(std::move(exchange)), shards_(std::move(shards)), here_(std::move(here)), largest_(largest) {}
 
   const std::shared_ptr<Exchange>& exchange() const { return exchange_; }
   const std::vector<Shard>& shards() const { return shards_; }
@@ -205,11 +182,9 @@ class UnionShards {
       const char* const head = replies[i]->head.data();
       if (!read_drawn(head).is_sound()) return false;
       shard.tree = drawn_there(head);
-      std::memcpy(&shard.rows_written, head + places_.rows_written, sizeof shard.rows_written);
-      double largest;
-      std::memcpy(&largest, head + places_.largest, sizeof largest);
-      largest_ = std::max(largest_, largest);
-      stopped |= head[places_.stopped] != 0;
+      shard.rows_written = ShardHead::read<uint64_t>(head, written_at_);
+      largest_ = std::max(largest_, ShardHead::read<double>(head, largest_at_));
+      stopped |= ShardHead::read<int64_t>(head, stopped_at_) != 0;
     }
     return true;
   }
@@ -279,8 +254,9 @@ class UnionShards {
     return !here_->update(attachment, feedback);
   }
 
+  const size_t written_at_ = ShardHead::place("rows_written"), largest_at_ = ShardHead::place("priority_max"),
+               stopped_at_ = ShardHead::place("stopped");
   std::shared_ptr<Exchange> exchange_;
-  FigurePlaces places_;
   std::vector<Shard> shards_;
   std::shared_ptr<Learner> here_;
   double largest_;

@@ -50,7 +50,7 @@ inline Ref participants_of(const SegmentFacts& f) {
   return segment::list_of(f.participants, [&](const ParticipantFacts& p) {
     return Py_BuildValue("(isOOiKdd)", p.id, name_of(p.role), p.alive ? Py_True : Py_False,
                          p.waiting ? Py_True : Py_False, p.pid, static_cast<unsigned long long>(p.rows),
-                         segment::ago(p.last_write, f.now), segment::ago(p.last_draw, f.now));
+                         ago(p.last_write, f.now), ago(p.last_draw, f.now));
   });
 }
 
@@ -87,14 +87,14 @@ inline PyObject* facts(PyObject* self, PyObject*) {
     segment::DictBuilder d;
     put_counts(d, f);
     d.put<"time">(static_cast<double>(f.now) * 1e-9);
-    d.put<"age">(segment::ago(f.made, f.now));
-    d.put<"insert_wait">(segment::seconds(f.insert_wait_ns));
-    d.put<"sample_wait">(segment::seconds(f.sample_wait_ns));
+    d.put<"age">(ago(f.made, f.now));
+    d.put<"insert_wait">(seconds(f.insert_wait_ns));
+    d.put<"sample_wait">(seconds(f.sample_wait_ns));
     d.put<"priority_max">(static_cast<double>(f.max_raw));
     d.put<"stopped">(f.stopped);
     d.put<"importing">(f.importing);
     d.put<"holder_pid">(static_cast<uint64_t>(std::max(0, f.holder_pid)));
-    d.put<"since_departed_write">(segment::ago(f.last_write, f.now));
+    d.put<"since_departed_write">(ago(f.last_write, f.now));
     const Ref dict(d.release()), limiter(segment::told(f.limiter)), participants = participants_of(f);
     if (PyDict_SetItemString(dict.get(), "limiter", limiter.get()) ||
         PyDict_SetItemString(dict.get(), "participants", participants.get()))

@@ -24,19 +24,15 @@ namespace union_shards {
 
 using Object = UnionShardsObject;
 
-// UnionShards(exchange, shards, segment, places, largest, before). `shards`: of each its number and its Link, or None
-// where it is `segment`, which is None where none is. `places` as FigurePlaces. `before`: what reached some of these
-// shards before, which knows what they have, or None.
+// UnionShards(exchange, shards, segment, largest, before). `shards`: of each its number and its Link, or None where it
+// is `segment`, which is None where none is. `before`: what reached some of these shards before, which knows what they
+// have, or None.
 inline int init(PyObject* self, PyObject* args, PyObject*) {
   return as_status(guarded([&] {
     PyObject *exchange, *list, *segment, *before;
-    FigurePlaces places;
-    unsigned long long rows_written, seen, stopped;
     double largest;
-    if (!PyArg_ParseTuple(args, "OO!O(KKK)dO", &exchange, &PyList_Type, &list, &segment, &rows_written, &seen, &stopped,
-                          &largest, &before))
+    if (!PyArg_ParseTuple(args, "OO!OdO", &exchange, &PyList_Type, &list, &segment, &largest, &before))
       throw PythonError{};
-    places = {rows_written, seen, stopped};
     auto state = std::make_unique<UnionShardsObject>();
     std::shared_ptr<Learner> learner;
     if (segment != Py_None) {
@@ -56,7 +52,7 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
       shards.push_back({number, link == Py_None ? nullptr : state_of<LinkObject>(link).link});
     }
     if (shards.empty()) throw std::invalid_argument("there are no shards");
-    state->shards = std::make_unique<UnionShards>(state_of<ExchangeObject>(exchange).shared, places, std::move(shards),
+    state->shards = std::make_unique<UnionShards>(state_of<ExchangeObject>(exchange).shared, std::move(shards),
                                                   std::move(learner), largest);
     if (before != Py_None) state->shards->take_over(*state_of<Object>(before).shards);
     install(self, state.release());

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_leaves
 
-from torchreplay.schema.samplers import LARGEST_PRIORITY, Prioritized, Sampler, priorities_of
+from torchreplay.schema.samplers import Sampler, priorities_of
 
 _GET_BASE: Any = torch.Tensor._base.__get__  # type: ignore[union-attr]  # of the class it is a descriptor
 
@@ -56,16 +56,6 @@ def place(tensor: torch.Tensor) -> int | None:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
         return None
-
-
-def smallest_priority(leaf: float, sampler: Sampler) -> float:
-    """Returns the raw priority of the smallest leaf, as `priorities_of` does; 0 when there is none."""
-    if not leaf:
-        return 0.0
-    if not isinstance(sampler, Prioritized) or not sampler.alpha:
-        return 1.0
-    largest = math.log(LARGEST_PRIORITY)
-    return max(0.0, math.exp(min(math.log(leaf) / sampler.alpha, largest)) - sampler.eps)
 
 
 def histograms(

@@ -16,7 +16,6 @@ from torchreplay import _C
 from torchreplay.buffer.base import Replay, WritableReplay
 from torchreplay.buffer.creation import attached_segment, copy_rows, new_segment
 from torchreplay.buffer.held_rows import HeldRows
-from torchreplay.buffer.inspection import smallest_priority
 from torchreplay.buffer.local_sampler import Limits, LocalSampler, Missing
 from torchreplay.buffer.local_source import LocalSource
 from torchreplay.buffer.notices import warn_of_ignored
@@ -622,7 +621,7 @@ class ReplayBuffer(HeldRows, Queue, Replay):
         """
         self._sampler.pending.apply_arrived()
         values = self._segment.stats()
-        values["priority_min"] = smallest_priority(values.pop("smallest_leaf"), self._config.sampler)
+        del values["smallest_leaf"]
         return Stats.of(values)
 
     def __repr__(self) -> str:

@@ -1,11 +1,13 @@
 """Draws and feedback over a connection of a learner's own: what comes through, and what ends it. Without Ray."""
 
 import contextlib
+import math
 import signal
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,9 +32,12 @@ SECONDS = 20
 
 
 class Served:
-    """A shard of 50 rows, a server and a link to it; `before` is called before each draw."""
+    """A shard of 50 rows, a server and a link to it.
 
-    def __init__(self, spec=SPEC):
+    Where the native core does not answer, `before` is called before each draw.
+    """
+
+    def __init__(self, spec=SPEC, native=True):
         config = Config.of(spec, 100, tr.Prioritized(alpha=1.0), None, None, None, 1 << 16 if spec is RAGGED else None)
         self.layout, self.shard = Layout(config.outputs()), Shard(3, config, 1, None)
         self.shard.open()
@@ -41,7 +46,7 @@ class Served:
             rows["tokens"] = [np.full(i % 4, i, np.int32) for i in range(50)]
         self.shard._buffer.extend(**rows)
         self.before = lambda: None
-        self.server = ShardServer("127.0.0.1", self._draw, self.shard.update)
+        self.server = ShardServer("127.0.0.1", self._draw, self.shard.update, self.shard._native if native else None)
         self.exchange = _C.Exchange()
         self.link = ShardLink(self.server.address, self.exchange)
 
@@ -58,8 +63,14 @@ class Served:
         self.shard._buffer.close()
 
 
-def test_a_draw_brings_the_items_and_what_they_were_drawn_from():
-    with Served() as served:
+@pytest.fixture(params=[True, False], ids=["native", "python"])
+def native(request):
+    """Whether the native core answers."""
+    return request.param
+
+
+def test_a_draw_brings_the_items_and_what_they_were_drawn_from(native):
+    with Served(native=native) as served:
         report, block = served.link.draw(32, 1.0, served.layout).result(SECONDS)
         batch = served.layout.batch_over(torch.from_numpy(block), 32)
         assert torch.equal(batch["home"], batch["index"])
@@ -72,8 +83,8 @@ def test_a_draw_brings_the_items_and_what_they_were_drawn_from():
         assert {type(getattr(report.stats, name)) for name in ("size", "priority_max", "stopped")} == {int, float, bool}
 
 
-def test_it_counts_what_it_carries():
-    with Served() as served:
+def test_it_counts_what_it_carries(native):
+    with Served(native=native) as served:
         served.link.update(np.arange(50), np.ones(50)).result(SECONDS)
         _, block = served.link.draw(32, 1.0, served.layout).result(SECONDS)
         assert served.exchange.carried == 2 * (REQUEST.size + ANSWER.size) + 50 * (8 + 8) + block.nbytes
@@ -90,8 +101,8 @@ def test_values_of_any_length_come_with_their_lengths():
             assert batch["tokens"][begin:end].tolist() == [at] * (at % 4)
 
 
-def test_feedback_comes_before_the_draws_asked_for_later():
-    with Served() as served:
+def test_feedback_comes_before_the_draws_asked_for_later(native):
+    with Served(native=native) as served:
         errors = np.linspace(1, 3, 50)
         done = served.link.update(np.arange(50), errors)
         report, _ = served.link.draw(4, 1.0, served.layout).result(SECONDS)
@@ -99,10 +110,69 @@ def test_feedback_comes_before_the_draws_asked_for_later():
         assert report.drawn.total == pytest.approx((errors + served.shard._config.sampler.eps).sum(), rel=1e-6)
 
 
-def test_what_the_shard_raises_is_raised_and_the_connection_goes_on():
-    with Served() as served:
+def test_what_the_shard_raises_is_raised_and_the_connection_goes_on(native):
+    with Served(native=native) as served:
         with pytest.raises(ValueError, match="key 77 at index 1 was never issued"):
             served.link.update(np.array([1, 77]), np.ones(2)).result(SECONDS)
+        assert served.link.draw(4, 1.0, served.layout).result(SECONDS)[0].candidates == 4
+
+
+def test_the_native_core_answers_as_python_does():
+    with Served() as served, Served(native=False) as other:
+        for step in range(1, 20):
+            answers = []
+            for one in served, other:
+                keys = np.arange(step) * 7 % 50
+                fed_back = one.link.update(keys, keys + 0.5 * step)
+                report, block = one.link.draw(5 * step, 2.0 * step, one.layout).result(SECONDS)
+                assert fed_back.result(0)
+                answers.append((report, block))
+            (report, block), (due, due_block) = answers
+            assert block.tobytes() == due_block.tobytes()
+            assert (report.drawn, report.candidates, report.writers) == (due.drawn, due.candidates, due.writers)
+            assert report.stats == replace(due.stats, last_write_age=report.stats.last_write_age)
+            assert report.stats.priority_max == max(2.0 * step, 0.5 * step + 7 * (step > 1))
+
+
+@pytest.mark.parametrize("largest", [math.inf, -1.0, 1e39])
+def test_a_largest_priority_that_is_none_changes_nothing(native, largest):
+    with Served(native=native) as served:
+        with pytest.raises(ValueError, match="the largest priority is"):
+            served.link.draw(4, largest, served.layout).result(SECONDS)
+        assert served.link.draw(4, 1.0, served.layout).result(SECONDS)[0].stats.priority_max == 1.0
+
+
+@pytest.mark.parametrize("td", [math.nan, math.inf])
+def test_errors_that_are_no_numbers_are_refused_and_none_is_applied(native, td):
+    with Served(native=native) as served:
+        with pytest.raises(ValueError, match=f"{td}"):
+            served.link.update(np.arange(2), np.array([5.0, td])).result(SECONDS)
+        assert served.link.draw(4, 1.0, served.layout).result(SECONDS)[0].drawn.total == pytest.approx(50, rel=1e-4)
+
+
+def test_a_shard_that_takes_another_number_signs_with_that_one(native):
+    with Served(native=native) as served:
+        served.link.draw(4, 1.0, served.layout).result(SECONDS)
+        served.shard._restore(5, [])
+        _, block = served.link.draw(4, 1.0, served.layout).result(SECONDS)
+        batch = served.layout.batch_over(torch.from_numpy(block), 4)
+        assert torch.equal(batch["key"], batch["index"] + (5 << 48))
+
+
+def test_a_closed_buffer_says_so(native):
+    with Served(native=native) as served:
+        served.shard._buffer.close()
+        for answer in served.link.draw(4, 1.0, served.layout), served.link.update(np.arange(1), np.ones(1)):
+            with pytest.raises(RuntimeError, match="closed"):
+                answer.result(SECONDS)
+
+
+def test_nothing_is_drawn_while_there_is_nothing_and_the_reason_comes(native):
+    with Served(native=native) as served:
+        served.shard.clear()
+        report, block = served.link.draw(4, 1.0, served.layout).result(SECONDS)
+        assert (report.candidates, report.stats.drawable, block) == (0, 0, None)
+        served.shard._buffer.extend(home=np.arange(3), index=np.arange(3))
         assert served.link.draw(4, 1.0, served.layout).result(SECONDS)[0].candidates == 4
 
 
@@ -155,7 +225,7 @@ def test_a_shard_that_ray_knows_to_be_dead_is_not_waited_for(monkeypatch):
     ray = SimpleNamespace(exceptions=exceptions, wait=wait, get=get, is_initialized=lambda: True)
     monkeypatch.setattr(reply_collector, "WATCH_SECONDS", 0.1)
     monkeypatch.setattr(reply_collector, "import_ray", lambda: ray)
-    with Served() as served:
+    with Served(native=False) as served:
         lost, held = [], threading.Event()
         served.before = lambda: held.wait(SECONDS)
         collector = reply_collector.ReplyCollector(lose, str, lambda number: "a call")
@@ -259,7 +329,11 @@ class Halved:
 
 def answer_of(served, n=32):
     """Bytes of an answer to a draw of `n` items."""
-    return b"".join(bytes(memoryview(part).cast("B")) for part in served.server.answer([n, 1.0], None) if len(part))
+    with connect(served.server.address) as connection, connection.makefile("rb") as answers:
+        connection.sendall(REQUEST.pack(MARK, n, 1.0))
+        head = answers.read(ANSWER.size)
+        _, text, body, *_ = ANSWER.unpack(head)
+        return head + answers.read(text + body)
 
 
 def test_half_an_answer_can_be_waited_for_in_vain_and_comes_whole_later():

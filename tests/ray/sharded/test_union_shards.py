@@ -15,7 +15,7 @@ from torchreplay import _C
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.local_shard import LocalShard
 from torchreplay.ray.sharded.shard_actor import Shard
-from torchreplay.ray.sharded.shard_wire import PLACES, ShardLink, ShardServer, read_report
+from torchreplay.ray.sharded.shard_wire import ShardLink, ShardServer, read_report
 from torchreplay.schema.config import Config
 
 KEY_BITS, SECONDS, N, NONCE = 48, 20, 64, 1 << 63
@@ -26,10 +26,10 @@ class Union:
     """Shards of `sizes`, of which number `here` is drawn from through shared memory, and the others over connections.
 
     Attributes:
-        before: Called with each other shard's number before it draws.
+        before: Called with each other shard's number before it draws, where the native core does not answer.
     """
 
-    def __init__(self, sizes=(50, 20, 80), here=0, sampler=None):
+    def __init__(self, sizes=(50, 20, 80), here=0, sampler=None, native=True):
         config = Config.of(SPEC, 200, sampler or tr.Prioritized(alpha=1.0, eps=1e-9), None, None)
         self.sampler, self.layout, self.exchange = config.sampler, Layout(config.outputs()), _C.Exchange()
         self.before = lambda number: None
@@ -44,11 +44,12 @@ class Union:
                 self.local = LocalShard(number, handle)
                 self.links.append((number, None))
                 continue
-            self.servers.append(ShardServer("127.0.0.1", lambda *given, k=number: self._draw(k, *given), shard.update))
+            draw = lambda *given, k=number: self._draw(k, *given)  # noqa: E731
+            self.servers.append(ShardServer("127.0.0.1", draw, shard.update, shard._native if native else None))
             self.links.append((number, ShardLink(self.servers[-1].address, self.exchange)))
         natives = [(number, None if link is None else link.native) for number, link in self.links]
         segment = None if self.local is None else self.local.segment
-        self.native = _C.UnionShards(self.exchange, natives, segment, PLACES, 1.0, None)
+        self.native = _C.UnionShards(self.exchange, natives, segment, 1.0, None)
 
     def _draw(self, number, *given):
         self.before(number)
@@ -100,9 +101,10 @@ def assert_is_of(batch, leaves, beta=0.5):
 
 @pytest.mark.parametrize("here", [None, 0, 2])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_batches_are_of_the_union_as_it_was_when_they_were_asked_for(here, ahead):
+@pytest.mark.parametrize("native", [True, False])
+def test_batches_are_of_the_union_as_it_was_when_they_were_asked_for(here, ahead, native):
     """TD errors that were given before are known; those that come while a batch is under way do not change it."""
-    with Union(here=here) as union:
+    with Union(here=here, native=native) as union:
         draws = _C.DrawsHere(union.local.segment) if ahead and here is not None else None
         union.take(union.ask(0))  # totals are known now
         asked, leaves, made = [], [], 0
@@ -238,7 +240,7 @@ def test_what_shards_have_said_is_told_once():
 
 
 def test_nothing_is_written_to_a_batch_that_was_given_up():
-    with Union() as union:
+    with Union(native=False) as union:
         held, go_on = threading.Event(), threading.Event()
 
         def before(number):
@@ -261,7 +263,7 @@ def test_nothing_is_written_to_a_batch_that_was_given_up():
 
 
 def test_a_server_that_ends_costs_its_batches_and_says_so():
-    with Union() as union:
+    with Union(native=False) as union:
         union.take(union.ask(0))
         held = threading.Event()
         union.before = lambda number: held.wait(SECONDS)
@@ -334,6 +336,6 @@ def test_answers_that_nobody_waits_for_are_taken_in_while_the_learner_computes()
 def test_it_is_refused_where_there_is_nothing_to_draw_from():
     with Union() as union, contextlib.ExitStack() as refused:
         refused.enter_context(pytest.raises(ValueError, match="a shard is nowhere"))
-        _C.UnionShards(union.exchange, [(0, None)], None, PLACES, 1.0, None)
+        _C.UnionShards(union.exchange, [(0, None)], None, 1.0, None)
     with pytest.raises(ValueError, match="no shards"):
-        _C.UnionShards(_C.Exchange(), [], None, PLACES, 1.0, None)
+        _C.UnionShards(_C.Exchange(), [], None, 1.0, None)

@@ -94,29 +94,28 @@ class RowServer(Server):
         lost: Called with the number of each writer of a connection that has ended.
     """
 
-    request = PUSH
-
     def __init__(self, host: str, push: Callable[[Source, Chunk], Answer], most: int, lost: Lost = bool) -> None:
-        self._push, self._most, self._lost, self._own = push, most, lost, threading.local()
+        self._push, self._most, self._lost = push, most, lost
         super().__init__(host)
 
-    def _serve(self, connection: socket.socket) -> None:
-        self._own.writers = set()
+    def serve(self, connection: socket.socket) -> None:
+        """Takes the rows of one process."""
+        writers, fill = set[int](), partial(receive, connection)
+        room = np.empty(2 * CHUNK_BYTES, np.uint8)  # memory that is new for each chunk costs as much again
         try:
-            super()._serve(connection)
+            while True:
+                send(connection, *self._answer(fill, room, writers))
         finally:
-            for writer in self._own.writers:
+            for writer in writers:
                 self._lost(writer)
 
-    def answer(self, values: list[Any], fill: Fill) -> list[Any]:
+    def _answer(self, fill: Fill, room: npt.NDArray[np.uint8], writers: set[int]) -> list[Any]:
         """Writes a chunk, once all of it is there."""
-        *source, number, first, rows, links_at, nbytes = values
+        *source, number, first, rows, links_at, nbytes = receive_head(fill, PUSH)
         if nbytes > self._most or links_at + 8 * rows > nbytes:
             raise ConnectionError("a chunk is larger than any, or has no place for its links")
-        if not hasattr(self._own, "room"):  # of this connection: memory that is new for each chunk costs as much again
-            self._own.room = np.empty(2 * CHUNK_BYTES, np.uint8)
-        room = self._own.room[:nbytes] if nbytes <= len(self._own.room) else np.empty(nbytes, np.uint8)
-        self._own.writers.add(source[0])
+        room = room[:nbytes] if nbytes <= len(room) else np.empty(nbytes, np.uint8)
+        writers.add(source[0])
         answer = self._push(Source(*source), Chunk(number, first, rows, links_at, fill(room)))
         rest, ending = b"", answer.ending
         if answer.waiting or answer.refusal or ending:

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from torchreplay import _C
+from torchreplay.buffer.base import MAX_BATCH
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.checkpoint.buffer_checkpoint import load_rows, save
 from torchreplay.checkpoint.description import Description
@@ -57,6 +59,7 @@ class Shard:
 
     _buffer: ReplayBuffer
     _candidates: ShardSampler
+    _native: _C.ShardService
 
     def __init__(self, number: int, config: Config, seed: int, limit: int | None) -> None:
         self._config, self._seed, self._limit = config, seed, limit
@@ -88,6 +91,7 @@ class Shard:
         )
         handle = self._buffer.handle()
         self._candidates = ShardSampler(self._buffer, self._number)
+        self._native = _C.ShardService(local_sampler(self._buffer).segment, self._number, MAX_BATCH)
         if self._limit is not None:
             self._set_limit(self._limit)
         return handle
@@ -99,7 +103,7 @@ class Shard:
             OSError: Nothing can listen there.
         """
         if self._server is None:
-            self._server = ShardServer(import_ray().util.get_node_ip_address(), self.draw, self.update)
+            self._server = ShardServer(import_ray().util.get_node_ip_address(), self.draw, self.update, self._native)
         return self._server.address
 
     def draw(self, candidates: int, largest: float) -> Answer:
@@ -191,6 +195,7 @@ class Shard:
             load_rows(segment, self._config, Description.read(home), home, others=others)
             self._set_limit(self._limit)  # what was loaded has counted from elsewhere
         self._candidates = ShardSampler(self._buffer, number)
+        self._native.renumber(number)
 
     def _set_limit(self, limit: int | None) -> None:
         if limit is None:

@@ -26,7 +26,7 @@ from torchreplay.ray.sharded.reply_collector import ReplyCollector
 from torchreplay.ray.sharded.shard_keys import unpack
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport
 from torchreplay.ray.sharded.shard_table import LostShard, ShardEntry, ShardTable
-from torchreplay.ray.sharded.shard_wire import PLACES, ShardLink, read_report
+from torchreplay.ray.sharded.shard_wire import ShardLink, read_report
 from torchreplay.ray.wire.way import Way
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.limiters import Limiter
@@ -255,7 +255,7 @@ class ShardClient(CoordinatorView):
                     return None
                 shards.append((number, None if link is None else link.native))
         segment = None if here is None else here.segment
-        union = _C.UnionShards(self.connections, shards, segment, PLACES, self.limiter.largest, before)
+        union = _C.UnionShards(self.connections, shards, segment, self.limiter.largest, before)
         self._union = table, here, union
         return union
 

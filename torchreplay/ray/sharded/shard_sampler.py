@@ -9,7 +9,6 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from torchreplay.buffer.inspection import smallest_priority
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.tree_summary import TreeSummary
@@ -109,7 +108,6 @@ class ShardSampler:
         """Returns what the shard has to say, with the tree as a draw of so many candidates found it, or as it is."""
         moment, values = time.monotonic(), self._segment.stats()
         smallest = values.pop("smallest_leaf")
-        values["priority_min"] = smallest_priority(smallest, self._sampler.config.sampler)
         stats = Stats.of(values)
         drawn = drawn or TreeSummary(stats.priority_total, stats.drawable, smallest)
         # Who waits for rows looks for writers, and asks for no candidates then. The others need not wait for that look.

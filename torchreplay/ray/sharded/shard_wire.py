@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import struct
 import time
 from collections.abc import Callable
@@ -20,56 +21,59 @@ from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.ray.sharded.batch_block import Layout, RaggedItems
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport
-from torchreplay.ray.wire.connection import MARK, Address, Fill, LinkBroken, connect
+from torchreplay.ray.wire.connection import MARK, Address, LinkBroken, connect, send
 from torchreplay.ray.wire.server import Server
 from torchreplay.segment.waits import SLICE_NS
 
 REQUEST: Final = struct.Struct("<4sId")
 """The mark, items, and of a draw the largest raw priority known; of TD errors, which follow behind keys, NaN."""
 
-_KINDS: Final = {"int": "q", "float": "d", "bool": "?"}
-_FIGURES: Final = "dqddq" + "".join(_KINDS[str(field.type)] for field in fields(Stats)) + "qdd"
+_STATS: Final = _C.figure_names()
+_TYPES: Final = {field.name: str(field.type) for field in fields(Stats)}
+_KINDS: Final = {"int": "q", "float": "d", "bool": "?7x"}
+_FIGURES: Final = "dqddq" + "".join(_KINDS[_TYPES[name]] for name in _STATS) + "qdd"
 ANSWER: Final = struct.Struct("<4sIQ" + _FIGURES)
-"""The mark, bytes of JSON and of items, and of a draw what a report says in numbers."""
+"""The mark, bytes of JSON and of items, and of a draw what a report says in numbers, as `ShardHead` has it."""
 
 _HEAD: Final = struct.Struct("<" + _FIGURES)
-_STATS: Final = tuple(field.name for field in fields(Stats))
-
-
-def _place(name: str) -> int:
-    return struct.calcsize("<dqddq" + "".join(_KINDS[str(field.type)] for field in fields(Stats)[: _STATS.index(name)]))
-
-
-PLACES: Final = _place("rows_written"), _place("priority_max"), _place("stopped")
-"""At which bytes of a head the native core finds these figures."""
-
 _figures: Final = attrgetter(*_STATS)
 _NOTHING: Final = (0,) * (len(_STATS) + 8)
 _ERRORS: Final = {kind.__name__: kind for kind in (MemoryError, OverflowError, RuntimeError, ValueError)}
 
 
 class ShardServer(Server):
-    """Answers learners of other nodes by `Shard.draw` and `Shard.update`."""
+    """Answers learners of other nodes.
 
-    request = REQUEST
+    Args:
+        host: The address of the node, at which it listens.
+        draw: Answers a draw, as `Shard.draw` does, where `native` does not.
+        update: Feeds back, as `Shard.update` does, where `native` does not.
+        native: Answers all that needs no words.
+    """
 
-    def __init__(self, host: str, draw: Callable[[int, float], Answer], update: Callable[[Any, Any], int]) -> None:
+    def __init__(
+        self,
+        host: str,
+        draw: Callable[[int, float], Answer],
+        update: Callable[[Any, Any], int],
+        native: _C.ShardService | None = None,
+    ) -> None:
         self._draw, self._update = draw, update
+        self._native = native or _C.ShardService(None, 0, MAX_BATCH)
         super().__init__(host)
 
-    def answer(self, values: list[Any], fill: Fill) -> list[Any]:
-        """Draws, or feeds back."""
-        n, largest = values
-        if n > MAX_BATCH:
-            raise ConnectionError("more items are asked for than a batch has")
+    def serve(self, connection: socket.socket) -> None:
+        """Answers one learner."""
+        while (call := self._native.serve(connection.fileno())) is not None:
+            send(connection, *self._answer(*call))
+
+    def _answer(self, n: int, largest: float, fed_back: tuple[bytes, bytes] | None) -> list[Any]:
         try:
-            if not math.isnan(largest):
+            if fed_back is None:
                 return _answer_to_draw(*self._draw(n, largest))
-            keys = fill(np.empty(n, np.int64))
-            self._update(keys, fill(np.empty(n)))
+            keys, td = fed_back
+            self._update(np.frombuffer(keys, np.int64), np.frombuffer(td))
             return [ANSWER.pack(MARK, 0, 0, *_NOTHING)]
-        except ConnectionError:
-            raise
         except Exception as error:
             said = json.dumps([type(error).__name__, str(error)[:10_000]]).encode()
             return [ANSWER.pack(MARK, len(said), 0, *_NOTHING), said]

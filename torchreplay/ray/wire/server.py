@@ -8,12 +8,10 @@ import struct
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from contextlib import suppress
-from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Final
 
-from torchreplay.ray.wire.connection import HELLO, Address, Fill, receive, receive_head, send, set_up
+from torchreplay.ray.wire.connection import HELLO, Address, set_up
 
 HELLO_SECONDS: Final = 5
 """Seconds within which who connects must have said the secret."""
@@ -32,9 +30,6 @@ class Server(ABC):
         host: The address of the node, at which it listens.
     """
 
-    request: ClassVar[struct.Struct]
-    """How each request begins: with the mark."""
-
     def __init__(self, host: str) -> None:
         self._closed = False
         self._strangers = threading.BoundedSemaphore(STRANGERS)
@@ -43,11 +38,11 @@ class Server(ABC):
         threading.Thread(target=self._accept, name="torchreplay-listen", daemon=True).start()
 
     @abstractmethod
-    def answer(self, values: list[Any], fill: Fill) -> Iterable[Any]:
-        """Returns the parts of the answer to a request that begins so; `fill` brings what else belongs to it.
+    def serve(self, connection: socket.socket) -> None:
+        """Answers who has said the secret, until the connection ends.
 
         Raises:
-            ConnectionError: It makes no sense: the connection ends.
+            OSError: It has ended, or what has come makes no sense: it ends then.
         """
 
     def close(self) -> None:
@@ -63,21 +58,20 @@ class Server(ABC):
                 try:
                     connection, _ = self._listener.accept()
                     threading.Thread(
-                        target=self._serve, args=(connection,), name="torchreplay-serve", daemon=True
+                        target=self._listen_to, args=(connection,), name="torchreplay-serve", daemon=True
                     ).start()
                 except (OSError, RuntimeError):  # there are too many files, or threads
                     self._strangers.release()
                     time.sleep(PAUSE_SECONDS)
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _listen_to(self, connection: socket.socket) -> None:
         with connection, suppress(OSError):  # the other side is gone, or was a stranger
             try:
                 known = self._is_known(connection)
             finally:
                 self._strangers.release()
-            fill = partial(receive, connection)
-            while known:
-                send(connection, *self.answer(receive_head(fill, self.request), fill))
+            if known:
+                self.serve(connection)
 
     def _is_known(self, connection: socket.socket) -> bool:
         """Returns whether the other side says the secret in time."""
