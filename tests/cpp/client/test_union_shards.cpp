@@ -27,8 +27,6 @@ namespace {
 
 constexpr int64_t kHere = 2, kThere = 5;  // numbers of shards
 constexpr int64_t kOwnKey = (int64_t{1} << 48) - 1;
-constexpr size_t kHead = 64;
-constexpr FigurePlaces kPlaces{40, 48, 56};
 constexpr int64_t kFirstThere = 50'000;  // the value of row 0 there
 
 template <class T>
@@ -54,15 +52,15 @@ struct Figures {
 };
 
 std::string head_of(const Figures& figures, int64_t given) {
-  std::string head(kHead, 0);
+  std::string head(ShardHead::bytes(), 0);
   put(head, 0, figures.total);
   put(head, 8, figures.drawable);
   put(head, 16, figures.smallest);
   put(head, 24, 0.5);
   put(head, 32, given);
-  put(head, 40, figures.rows_written);
-  put(head, 48, figures.largest);
-  put(head, 56, figures.stopped);
+  put(head, ShardHead::place("rows_written"), figures.rows_written);
+  put(head, ShardHead::place("priority_max"), figures.largest);
+  put(head, ShardHead::place("stopped"), int64_t{figures.stopped});
   return head;
 }
 
@@ -152,7 +150,7 @@ class Server {
  public:
   Server() {
     BOOST_REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends_.data()) == 0);
-    link = std::make_shared<Link>(ends_[0], kHead);
+    link = std::make_shared<Link>(ends_[0], ShardHead::bytes());
     ::close(ends_[0]);
     thread_ = std::thread([this] { serve(); });
   }
@@ -241,7 +239,7 @@ struct Shards {
 
   explicit Shards(size_t rows, const Plan& plan = {}, double largest = 1)
       : learner(owner_of(rows, plan)),
-        shards(exchange, kPlaces, {{kHere, nullptr}, {kThere, server.link}}, learner, largest) {
+        shards(exchange, {{kHere, nullptr}, {kThere, server.link}}, learner, largest) {
     exchange->add(server.link);
   }
 
