@@ -107,13 +107,13 @@ BOOST_AUTO_TEST_CASE(requests_in_any_pieces_are_answered_in_their_order) {
   for (const size_t at_once : {size_t{1}, size_t{15}, size_t{17}, size_t{4000}}) {
     Served served;
     std::string asked;
-    for (int round = 0; round < 5; round++) asked += feedback_of({1, 2}, {0.5, 7.0 + round}) + draw_of(33);
+    for (int round = 0; round < 5; round++) asked += feedback_of({60, 61}, {0.5, 50.0 + round}) + draw_of(33);
     std::thread asking([&] { served.write(asked, at_once); });
     for (int round = 0; round < 5; round++) {
       BOOST_TEST(served.answer().body.empty());
       const auto [head, body] = served.answer();
       BOOST_TEST(read_drawn(head.data()).given == 33);
-      BOOST_TEST(ShardHead::read<double>(head.data(), ShardHead::place("priority_max")) == 7.0 + round);
+      BOOST_TEST(ShardHead::read<double>(head.data(), ShardHead::place("priority_max")) == 50.0 + round);
       BOOST_TEST(ShardHead::read<int64_t>(head.data(), ShardHead::place("updated")) == 2 * (round + 1));
       BOOST_TEST(ShardHead::read<int64_t>(head.data(), ShardHead::place("rows_written")) == int64_t{kRows});
       BOOST_REQUIRE(body.size() == 512U + 512 + 256 + 256);  // each tensor at a multiple of 256
@@ -137,7 +137,7 @@ BOOST_AUTO_TEST_CASE(an_answer_that_is_longer_than_a_socket_holds_comes_whole) {
 BOOST_AUTO_TEST_CASE(what_it_cannot_answer_it_leaves_whole_behind_the_answers_before) {
   Served served;
   const double nan = std::numeric_limits<double>::quiet_NaN(), infinity = std::numeric_limits<double>::infinity();
-  const std::string odd = draw_of(0) + feedback_of({3, 1'000'000}, {1, 2}) + feedback_of({3, 4}, {1, nan}) +
+  const std::string odd = draw_of(0) + feedback_of({63, 1'000'000}, {1, 2}) + feedback_of({63, 64}, {1, nan}) +
                           draw_of(5, infinity) + draw_of(5, -1);
   served.write(draw_of(2) + odd + draw_of(3), 4000);
   BOOST_TEST(read_drawn(served.answer().head.data()).given == 2);
@@ -149,9 +149,9 @@ BOOST_AUTO_TEST_CASE(what_it_cannot_answer_it_leaves_whole_behind_the_answers_be
   BOOST_REQUIRE(left.size() == 5U);
   BOOST_TEST(!left[0].is_feedback);
   BOOST_TEST(left[0].items == 0U);
-  BOOST_TEST((left[1].feedback.keys == std::vector<int64_t>{3, 1'000'000}));
+  BOOST_TEST((left[1].feedback.keys == std::vector<int64_t>{63, 1'000'000}));
   BOOST_TEST((left[1].feedback.td == std::vector<double>{1, 2}));
-  BOOST_TEST((left[2].feedback.keys == std::vector<int64_t>{3, 4}));
+  BOOST_TEST((left[2].feedback.keys == std::vector<int64_t>{63, 64}));
   BOOST_TEST(left[3].largest == infinity);
   BOOST_TEST(left[4].largest == -1);
 }
