@@ -238,8 +238,7 @@ struct Shards {
   uint64_t step = 0;
 
   explicit Shards(size_t rows, const Plan& plan = {}, double largest = 1)
-      : learner(owner_of(rows, plan)),
-        shards(exchange, {{kHere, nullptr}, {kThere, server.link}}, learner, largest) {
+      : learner(owner_of(rows, plan)), shards(exchange, {{kHere, nullptr}, {kThere, server.link}}, learner, largest) {
     exchange->add(server.link);
   }
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from socket import TCP_KEEPCNT, TCP_KEEPIDLE, TCP_KEEPINTVL, TCP_NODELAY
 from typing import Any, Final, NamedTuple
 
-HELLO: Final = b"tr-wire/3\n"
+HELLO: Final = b"tr-wire/4\n"
 """What both sides say first: with another version it is another text."""
 
 CONNECT_SECONDS: Final = 2.0
