@@ -89,10 +89,11 @@ class ShardService {
  public:
   // `item_bytes`: of the tensors of a batch in their order, without key, weight and probability; none: nothing is drawn
   // here. `number`: of the shard. `largest_batch`: the most items that may be asked for.
-  ShardService(std::shared_ptr<Learner> learner, std::vector<uint64_t> item_bytes, int64_t number,
+  ShardService(std::shared_ptr<Learner> learner, const std::vector<uint64_t>& item_bytes, int64_t number,
                int64_t largest_batch)
       : learner_(std::move(learner)), number_(number), largest_batch_(largest_batch) {
     if (item_bytes.empty()) return;
+    outputs_.reserve(item_bytes.size() + 3);
     for (const uint64_t bytes : item_bytes) outputs_.push_back({nullptr, bytes});
     for (const uint64_t bytes : {8, 4, 4}) outputs_.push_back({nullptr, bytes});
   }
@@ -132,8 +133,8 @@ class ShardService {
     if (!call.is_feedback) return call;
     call.feedback.keys.resize(call.items);
     call.feedback.td.resize(call.items);
-    connection.receive(call.feedback.keys.data(), 8 * call.items);
-    connection.receive(call.feedback.td.data(), 8 * call.items);
+    connection.receive(call.feedback.keys.data(), call.feedback.keys.size() * sizeof(int64_t));
+    connection.receive(call.feedback.td.data(), call.feedback.td.size() * sizeof(double));
     return call;
   }
 
