@@ -21,15 +21,26 @@ from torchreplay.schema.config import Config
 from torchreplay.segment.waits import Wait
 
 pytest.importorskip("ray")
-from torchreplay.ray.sharded import rate_limiter, sample_request, sharded_sampler
+from torchreplay.ray.sharded import (
+    rate_limiter,
+    sample_request,
+    sample_request_stream,
+    sampling_rounds,
+    sharded_sampler,
+)
 from torchreplay.ray.sharded.local_shard import Gone
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, Rule
 from torchreplay.ray.sharded.reply_collector import ReplyCollector
+from torchreplay.ray.sharded.sample_request_stream import SampleRequestStream
 from torchreplay.ray.sharded.shard_feedback import ShardFeedback
-from torchreplay.ray.sharded.sharded_sampler import SampleRequestStream, ShardedSampler
+from torchreplay.ray.sharded.sharded_sampler import ShardedSampler
 
-DRAWING = {module.__file__ for module in (rate_limiter, sample_request, sharded_sampler)}
+DRAWING = {
+    module.__file__
+    for module in (rate_limiter, sample_request, sample_request_stream, sampling_rounds, sharded_sampler)
+}
 KEYS, ERRORS = np.arange(3), np.ones(3)
+FEEDBACK = SimpleNamespace(apply_arrived=lambda: None)
 
 
 @contextmanager
@@ -117,7 +128,7 @@ def test_what_a_shard_raises_is_said_once():
 class InterruptedShards(LocalShards):
     """Shards whose learner gets one signal: when it has looked `looks` times at what was inserted and drawn."""
 
-    looks, stopped, closed = 0, False, False
+    looks, stopped, closed, all_here = 0, False, False, False
 
     def __init__(self, sizes, sampler):
         super().__init__(sizes, sampler)
@@ -140,14 +151,14 @@ class InterruptedShards(LocalShards):
 
 def sampler_over(shards):
     config = Config.of({"index": tr.Field()}, 10, shards.sampler, None, None)
-    sampler = ShardedSampler(shards, config, 7, 1, SimpleNamespace(apply_arrived=lambda: None))
+    sampler = ShardedSampler(shards, config, 7, 1, FEEDBACK)
     sampler._layout = shards.layout
     return sampler
 
 
 def stream_of(sampler, timeout):
     """Batches of 8 items, with two rounds ahead."""
-    return SampleRequestStream(sampler, StreamSpec(8, None, 2, timeout, Wait))
+    return SampleRequestStream(sampler, FEEDBACK, StreamSpec(8, None, 2, timeout, Wait))
 
 
 @pytest.mark.timeout(60)
@@ -253,7 +264,7 @@ def test_an_exception_of_a_handler_at_any_call_leaves_no_round_under_way(prefetc
         if prefetch is None:
             sampler.draw(8, None, Wait(shards, 10))
         else:
-            stream = SampleRequestStream(sampler, StreamSpec(8, None, prefetch, 10, Wait))
+            stream = SampleRequestStream(sampler, FEEDBACK, StreamSpec(8, None, prefetch, 10, Wait))
             next(stream)
             stream.close()
 

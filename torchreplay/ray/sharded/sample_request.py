@@ -129,14 +129,14 @@ class SampleRequest:
         if self._draw is not None:
             self._draw.abandon()
 
-    def at_once(self) -> ReplayBatch | None:
-        """Returns the batch where the native core has made it; else None.
+    def made_within(self, ns: int) -> ReplayBatch | None:
+        """Returns the batch where the native core has made it, in so long; None: look what is wrong.
 
         Raises:
             Stopped: The buffer was stopped.
         """
         union, draw = self._union, self._draw
-        if union is None or draw is None or not self._shards.take_in_union(union, draw):
+        if union is None or draw is None or not draw.wait(ns) or not self._shards.take_in_union(union, draw):
             return None
         self.drawn_from = draw.drawn_from
         return self._batch
@@ -148,7 +148,7 @@ class SampleRequest:
         """
         if self._union is not None and self._draw is not None:
             self._await_all(self._union, self._draw, wait)
-            if (batch := self.at_once()) is not None:
+            if (batch := self.made_within(0)) is not None:
                 return batch
             self._totals = self._union.totals
             self._union, self.asked_again = None, True

@@ -160,6 +160,11 @@ class ShardClient(CoordinatorView):
 
     # Orders, keys, and feedback
 
+    @property
+    def all_here(self) -> bool:
+        """Whether the only shard is on this node, as far as is known: it is drawn from as a local buffer is."""
+        return self.local.shard is not None and len(self.table.entries) == 1
+
     def alone(self) -> LocalShard | None:
         """Returns the shard on this node, where it is the only one and nobody has to be asked for a draw; else None.
 
@@ -245,7 +250,7 @@ class ShardClient(CoordinatorView):
             known, _, last = self._union
             before = last if known.rule.cleared == table.rule.cleared else None
             self._leave_union()  # the largest priority is heard of, too
-        if layout.is_ragged or (not self._is_alive(here) if here else len(table.entries) < 2):
+        if layout.is_ragged or not table.entries or (here and not self._is_alive(here)):
             return None
         shards: list[tuple[int, _C.Link | None]] = []
         with self._lock:

@@ -55,7 +55,7 @@ class ShardFeedback:
         """Has the native core feed back to all shards, or to the only one, as to a buffer; returns whether it could."""
         if self._deferred.waiting or (isinstance(td, torch.Tensor) and td.is_cuda):
             return False
-        if len(self._shards.table.entries) > 1:
+        if not self._shards.all_here:
             union = self._shards.union_now
             sent = None if union is None else union.feed_back(batch_or_keys, td, self._nonce)
             if sent is None:  # something is wrong: `send` finds out what
