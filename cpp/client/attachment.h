@@ -234,6 +234,8 @@ class Attachment {
 
   // Items without a priority of their own count as at least this much from now on, as if it had been seen here.
   void raise_largest(float priority) {
+    const Header& header = memory_->header();
+    if (!header.sampler.prioritized || priority <= header.largest_raw()) return;
     change([&](SegmentLock&) {
       Header& h = memory_->header();
       h.set_largest_raw(std::max(h.max_raw, priority));

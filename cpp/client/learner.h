@@ -318,11 +318,13 @@ class Learner {
       const Unlocked others;
       bad = updater->update(n, feedback.keys.data(), feedback.td.data());
     }
-    if (!closed()) updaters_.push_back(std::move(updater));
+    if (!closed() && updaters_.size() < kMostIdle) updaters_.push_back(std::move(updater));
     return bad;
   }
 
  private:
+  static constexpr size_t kMostIdle = 4;  // tools that are kept: their memory grows with the largest batch
+
   template <class Memory>
   friend class PrefetchStream;
 
@@ -429,7 +431,7 @@ class Learner {
     return sampler ? std::move(sampler) : std::make_unique<BatchSampler>(a.memory(), a.plan());
   }
   void give_back(std::unique_ptr<BatchSampler> sampler) {
-    if (!closed()) samplers_.push_back(std::move(sampler));
+    if (!closed() && samplers_.size() < kMostIdle) samplers_.push_back(std::move(sampler));
   }
 
   std::shared_ptr<Attachment> attachment_;

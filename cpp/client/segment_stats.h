@@ -2,9 +2,10 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <string_view>
 
 #include "absorb/leaf_changes.h"
@@ -197,12 +198,14 @@ inline size_t figure_count() {
 
 // How many come before one of them.
 inline size_t figure_place(std::string_view wanted) {
-  size_t count = 0, place = 0;
+  size_t count = 0;
+  std::optional<size_t> place;
   each_figure({}, [&]<Literal name>(Figure<name>, const auto&) {
     if (name == wanted) place = count;
     count++;
   });
-  return place;
+  if (!place) throw std::logic_error("there is no such figure: " + std::string(wanted));
+  return *place;
 }
 
 }  // namespace torchreplay

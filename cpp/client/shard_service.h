@@ -10,7 +10,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <exception>
 #include <limits>
 #include <memory>
 #include <string>
@@ -31,16 +30,17 @@ class ServedSocket {
  public:
   explicit ServedSocket(int socket) : socket_(socket) {}
 
-  // Fills memory with what comes next. Answers that wait leave before it waits itself.
+  // Fills memory with what comes next. Answers that wait leave before it waits itself, or once they are many.
   void receive(void* to, size_t bytes) {
     auto* at = static_cast<char*>(to);
+    if (waiting_.size() >= kMostWaiting) send();
     while (bytes) {
       const ssize_t got = recv(socket_, at, bytes, waiting_.empty() ? 0 : MSG_DONTWAIT);
       if (got == 0) throw LinkEnded("the connection has ended");
       if (got > 0) {
         at += got;
         bytes -= static_cast<size_t>(got);
-      } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      } else if ((errno == EAGAIN || errno == EWOULDBLOCK) && !waiting_.empty()) {
         send();
       } else if (errno != EINTR) {
         throw LinkEnded("the connection has ended");
@@ -48,7 +48,7 @@ class ServedSocket {
     }
   }
 
-  // What is sent before anything else, at the latest when nothing more has come.
+  // What is sent before anything else, at the latest by receive().
   std::string& waiting() { return waiting_; }
 
   // Sends what waits, and a body.
@@ -72,6 +72,8 @@ class ServedSocket {
   }
 
  private:
+  static constexpr size_t kMostWaiting = 1 << 16;  // bytes
+
   int socket_;
   std::string waiting_;
 };
@@ -101,8 +103,8 @@ class ShardService {
   // Of the shard, from the next draw on.
   void renumber(int64_t number) { number_ = number; }
 
-  // Answers the requests of one learner, in their order. Returns one that it cannot answer, or where it failed: with
-  // nothing done. Throws LinkEnded. `threads`: of a draw of so many items.
+  // Answers the requests of one learner, in their order. Returns one that it has not answered: it cannot, or has
+  // failed. Throws LinkEnded. `threads`: of a draw of so many items.
   template <class Threads>
   ShardCall serve(int socket, const Threads& threads) {
     ServedSocket connection(socket);
@@ -113,7 +115,7 @@ class ShardService {
         is_answered = call.is_feedback ? feed_back(connection, call) : draw(connection, call, threads);
       } catch (const LinkEnded&) {
         throw;
-      } catch (const std::exception&) {  // whoever does it again says what is wrong
+      } catch (...) {  // whoever does it again says what is wrong
       }
       if (is_answered) continue;
       const Unlocked others;
@@ -142,6 +144,7 @@ class ShardService {
     const auto is_finite = [](double td) { return std::isfinite(td); };
     if (!learner_ || !std::ranges::all_of(call.feedback.td, is_finite)) return false;
     Feedback given = call.feedback;
+    reserve_head(connection);
     if (learner_->update(learner_->require_open(), given)) return false;
     begin(connection, 0);
     connection.waiting().resize(connection.waiting().size() + ShardHead::bytes());
@@ -152,13 +155,22 @@ class ShardService {
   bool draw(ServedSocket& connection, const ShardCall& call, const Threads& threads) {
     const bool is_sound = call.largest >= 0 && call.largest <= double{std::numeric_limits<float>::max()};
     if (outputs_.empty() || !call.items || !is_sound) return false;
+    const Body block(UnionDraw::block_bytes(outputs_, call.items));
+    reserve_head(connection);
+    if (!draw_into(block, connection, call, threads(call.items))) return false;
+    const Unlocked others;
+    connection.send(block.data(), block.bytes());
+    return true;
+  }
+
+  // And has the head wait. Nothing keeps the memory of the shard while the answer is sent.
+  bool draw_into(const Body& block, ServedSocket& connection, const ShardCall& call, int threads) {
     const std::shared_ptr<Attachment> attachment = learner_->require_open();
-    raise_largest(*attachment, call.largest);
+    attachment->raise_largest(static_cast<float>(call.largest));
     const auto n = static_cast<int64_t>(call.items);
-    const Body block(UnionDraw::block_bytes(outputs_, n));
     const BatchPointers place = placed(block, n);
     const int64_t number = number_;
-    const DrawResult drawn = learner_->draw(static_cast<int>(n), 0.0, {}, place, threads(call.items));
+    const DrawResult drawn = learner_->draw(static_cast<int>(n), 0.0, {.until_stopped = true}, place, threads);
     if (drawn.outcome != Draw::kDone) return false;
     for (int64_t i = 0; i < n; i++) place.keys[i] += number << kShardKeyBits;
     const double moment = static_cast<double>(monotonic_ns()) * 1e-9;
@@ -166,9 +178,12 @@ class ShardService {
     begin(connection, block.bytes());
     const DrawnFrom& from = drawn.from;
     ShardHead::write(connection.waiting(), {from.total, from.drawable, from.smallest, from.beta, n}, stats, moment);
-    const Unlocked others;
-    connection.send(block.data(), block.bytes());
     return true;
+  }
+
+  // Nothing fails any more that is answered from here on.
+  static void reserve_head(ServedSocket& connection) {
+    connection.waiting().reserve(connection.waiting().size() + sizeof(AnswerStart) + ShardHead::bytes());
   }
 
   static void begin(ServedSocket& connection, uint64_t body_bytes) {
@@ -177,28 +192,19 @@ class ShardService {
     connection.waiting().append(reinterpret_cast<const char*>(&start), sizeof start);
   }
 
-  // New rows without a priority count as at least that from now on.
-  static void raise_largest(Attachment& attachment, double largest) {
-    const Header& header = attachment.memory().header();
-    if (header.sampler.prioritized && largest > static_cast<double>(header.largest_raw()))
-      attachment.raise_largest(static_cast<float>(largest));
-  }
-
   BatchPointers placed(const Body& block, int64_t n) const {
+    std::vector<UnionDraw::Output> outputs = outputs_;
+    UnionDraw::place(outputs, block.data(), n);
+    const size_t fields = outputs.size() - 3;
     BatchPointers place;
-    std::vector<char*> at;
-    at.reserve(outputs_.size());
-    uint64_t bytes = 0;
-    for (const UnionDraw::Output& output : outputs_) {
-      at.push_back(block.data() + bytes);
-      bytes += UnionDraw::block_bytes({&output, 1}, n);
-      place.bytes += output.item_bytes * static_cast<uint64_t>(n);
+    place.values.reserve(fields);
+    for (size_t o = 0; o < outputs.size(); o++) {
+      place.bytes += outputs[o].item_bytes * static_cast<uint64_t>(n);
+      if (o < fields) place.values.push_back(outputs[o].data);
     }
-    const size_t fields = at.size() - 3;
-    place.values.assign(at.begin(), at.begin() + static_cast<ptrdiff_t>(fields));
-    place.keys = reinterpret_cast<int64_t*>(at[fields]);
-    place.weight = reinterpret_cast<float*>(at[fields + 1]);
-    place.probability = reinterpret_cast<float*>(at[fields + 2]);
+    place.keys = reinterpret_cast<int64_t*>(outputs[fields].data);
+    place.weight = reinterpret_cast<float*>(outputs[fields + 1].data);
+    place.probability = reinterpret_cast<float*>(outputs[fields + 2].data);
     return place;
   }
 

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -26,7 +27,8 @@ class UnionRound : public Awaiting, public DrawListener {
   // even the destructor.
   bool here() const { return generation_ == fork_generation.load(std::memory_order_relaxed); }
 
-  // The batch's memory, which stays until abandon(). Called first.
+  // The batch's memory, which stays until abandon(). Without memory the batch is the body of the only answer. Called
+  // first.
   void set_batch(std::vector<UnionDraw::Output> batch) { batch_ = std::move(batch); }
   // Bytes of the body of an answer with so many items.
   uint64_t block_bytes(int64_t n) const { return UnionDraw::block_bytes(batch_, n); }
@@ -86,6 +88,7 @@ class UnionRound : public Awaiting, public DrawListener {
   // Makes it of other candidates, which have come since, of which some can be drawn. False: they do not suffice.
   bool make(const std::vector<Candidates>& parts) {
     const std::lock_guard guard(mutex_);
+    require_memory();
     made_ = draw_.suffices(parts);
     if (made_) draw_.make(parts, batch_);
     return made_;
@@ -94,6 +97,7 @@ class UnionRound : public Awaiting, public DrawListener {
   // Makes it of all items that were found, which are so many.
   void take_all(const std::vector<Candidates>& parts) {
     const std::lock_guard guard(mutex_);
+    require_memory();
     draw_.take_all(parts, batch_);
   }
 
@@ -122,12 +126,23 @@ class UnionRound : public Awaiting, public DrawListener {
         add(parts, {drawn_there(reply->head.data()), given, reply->body.data()});
       }
       if (parts.empty() || !draw_.suffices(parts)) return;
+      const bool is_body = !has_memory();
+      if (is_body) {
+        if (replies_.size() != 1 || parts[0].given != draw_.items()) return;
+        UnionDraw::place(batch_, replies_[0]->body.data(), draw_.items());
+        parts[0].block = nullptr;
+      }
       draw_.make(parts, batch_);
       made_ = true;
       for (const auto& reply : replies_)
-        if (reply) reply->body = {};
+        if (reply && !is_body) reply->body = {};
     } catch (...) {  // there is no memory: whoever makes it says so
     }
+  }
+
+  bool has_memory() const { return !batch_.empty() && batch_.front().data; }
+  void require_memory() const {
+    if (!has_memory()) throw std::logic_error("the batch has no memory of its own");
   }
 
   static void add(std::vector<Candidates>& parts, const Candidates& part) {

@@ -235,11 +235,10 @@ class UnionShards {
   // Its new rows without a priority count as the largest that any shard has seen.
   void raise_largest_here() {
     Attachment& attachment = *here_->require_open();
-    Header& header = attachment.memory().header();
+    const Header& header = attachment.memory().header();
     if (!header.sampler.prioritized) return;
-    const double here = static_cast<double>(header.largest_raw());
-    if (largest_ > here) attachment.raise_largest(static_cast<float>(largest_));
-    largest_ = std::max(largest_, here);
+    attachment.raise_largest(static_cast<float>(largest_));
+    largest_ = std::max(largest_, static_cast<double>(header.largest_raw()));
   }
 
   Candidates draw_here(Shard& shard, int64_t n, const BatchPointers& first, int threads) {

@@ -54,6 +54,14 @@ class UnionDraw {
     return bytes;
   }
 
+  // The tensors of a batch of `n` lie in a block.
+  static void place(std::span<Output> batch, char* block, int64_t n) {
+    for (Output& output : batch) {
+      output.data = block;
+      block += block_bytes({&output, 1}, n);
+    }
+  }
+
   // How many candidates to ask of each part for a batch of `n`, given what their totals were last: what its share may
   // have grown to since, by `slack`. Where nothing is known it is enough to learn the total.
   static std::vector<int64_t> asked(std::span<const double> totals, int64_t n, double slack) {

@@ -50,11 +50,12 @@ inline PyObject* serve(PyObject* self, PyObject* number) {
       const ShardCall call = service->serve(socket, [&](uint32_t items) {
         return threads_for(state_of<SegmentObject>(segment.get()).attached()->outputs(), items);
       });
+      PyErr_Clear();  // it may have failed for that
       if (!call.is_feedback) return checked(Py_BuildValue("IdO", unsigned{call.items}, call.largest, Py_None));
       const auto nbytes = static_cast<Py_ssize_t>(call.feedback.keys.size() * sizeof(int64_t));
       static_assert(sizeof(int64_t) == sizeof(double));
-      const auto* keys = reinterpret_cast<const char*>(call.feedback.keys.data());
-      const auto* td = reinterpret_cast<const char*>(call.feedback.td.data());
+      const auto* keys = nbytes ? reinterpret_cast<const char*>(call.feedback.keys.data()) : "";
+      const auto* td = nbytes ? reinterpret_cast<const char*>(call.feedback.td.data()) : "";
       return checked(Py_BuildValue("Id(y#y#)", unsigned{call.items}, call.largest, keys, nbytes, td, nbytes));
     } catch (const LinkEnded&) {
       return Py_NewRef(Py_None);

@@ -61,6 +61,17 @@ inline std::vector<UnionDraw::Output> outputs_of(PyObject* list, int64_t n, std:
   return batch;
 }
 
+// The same without memory: the bytes of an item in each.
+inline std::vector<UnionDraw::Output> sizes_of(PyObject* list) {
+  std::vector<UnionDraw::Output> batch;
+  const Py_ssize_t count = PyList_Size(list);
+  if (count < 3) throw std::invalid_argument("a batch has items, keys, weights and probabilities");
+  batch.reserve(static_cast<size_t>(count));
+  for (Py_ssize_t i = 0; i < count; i++)
+    batch.push_back({nullptr, static_cast<uint64_t>(as_int(PyList_GetItem(list, i)))});
+  return batch;
+}
+
 // UnionDraw(n, beta, weights, seed, stream, step, tensors). `weights`: "equal" for 1 each, else how the sampler divides
 // them. `tensors`: of a batch of n, contiguous, on the CPU; key, weight and probability are the last ones.
 inline int init(PyObject* self, PyObject* args, PyObject*) {

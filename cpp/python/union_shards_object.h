@@ -74,7 +74,8 @@ inline int init_draws(PyObject* self, PyObject* args, PyObject*) {
 // draw(n, beta, weights, seed, stream, step, slack, batch, tensors, draws) -> (UnionDraw, batch): asks all shards for
 // candidates. The shard here draws its own in their turn of `draws`, a DrawsHere, or, where that is None, at once.
 // The first six as for UnionDraw; `slack` as for UnionShards. `batch` is overwritten; None: it is made,
-// where there is a segment. Without one `tensors` has its tensors, as for UnionDraw. None: a connection is broken.
+// where there is a segment. Without one `tensors` has its tensors, as for UnionDraw. Or it has, without a batch, the
+// bytes of an item in each: the batch is the body of the only reply. None: a connection is broken.
 inline PyObject* draw(PyObject* self, PyObject* args) {
   return method<Object>(self, [&](Object& s) {
     int n;
@@ -115,7 +116,8 @@ inline PyObject* draw(PyObject* self, PyObject* args) {
       state->round->set_batch(std::move(batch));
       threads = threads_for(outputs, *std::ranges::max_element(counts));
     } else {
-      state->round->set_batch(union_draw::outputs_of(tensors, n, state->tensors));
+      state->round->set_batch(given == Py_None ? union_draw::sizes_of(tensors)
+                                               : union_draw::outputs_of(tensors, n, state->tensors));
       state->batch = Ref::borrow(given);
     }
     const std::shared_ptr<UnionRound> round = state->round;

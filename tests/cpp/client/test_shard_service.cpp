@@ -134,6 +134,22 @@ BOOST_AUTO_TEST_CASE(an_answer_that_is_longer_than_a_socket_holds_comes_whole) {
   BOOST_TEST(body.size() == 2 * 8192U + 2 * 4096U);
 }
 
+BOOST_AUTO_TEST_CASE(answers_do_not_gather_without_limit_while_more_is_asked) {
+  std::array<int, 2> ends{};
+  BOOST_REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends.data()) == 0);
+  constexpr size_t kMany = 1 << 16;
+  ServedSocket served(ends[1]);
+  std::string got(kMany, 0);
+  for (const size_t gathered : {kMany - 1, kMany}) {
+    served.waiting().assign(gathered, 'a');
+    BOOST_REQUIRE(send(ends[0], "request", 7, 0) == 7);
+    served.receive(got.data(), 7);
+    BOOST_TEST(served.waiting().size() == (gathered < kMany ? gathered : 0));
+  }
+  BOOST_TEST(recv(ends[0], got.data(), kMany, MSG_WAITALL) == static_cast<ssize_t>(kMany));
+  for (const int end : ends) ::close(end);
+}
+
 BOOST_AUTO_TEST_CASE(what_it_cannot_answer_it_leaves_whole_behind_the_answers_before) {
   Served served;
   const double nan = std::numeric_limits<double>::quiet_NaN(), infinity = std::numeric_limits<double>::infinity();

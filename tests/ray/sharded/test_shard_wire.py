@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,11 +38,14 @@ class Served:
     Where the native core does not answer, `before` is called before each draw.
     """
 
-    def __init__(self, spec=SPEC, native=True):
-        config = Config.of(spec, 100, tr.Prioritized(alpha=1.0), None, None, None, 1 << 16 if spec is RAGGED else None)
+    def __init__(self, spec=SPEC, native=True, initial="max_held"):
+        config = Config.of(
+            spec, 100, tr.Prioritized(alpha=1.0, initial=initial), None, None, None, 1 << 16 if spec is RAGGED else None
+        )
         self.layout, self.shard = Layout(config.outputs()), Shard(3, config, 1, None)
         self.shard.open()
         rows = {"home": np.arange(50), "index": np.arange(50)}
+        rows |= {name: np.zeros((50, *field.shape), np.uint8) for name, field in spec.items() if name == "picture"}
         if spec is RAGGED:
             rows["tokens"] = [np.full(i % 4, i, np.int32) for i in range(50)]
         self.shard._buffer.extend(**rows)
@@ -152,6 +156,45 @@ def test_errors_that_are_no_numbers_are_refused_and_none_is_applied(native, td):
         with pytest.raises(ValueError, match="1 of 2 TD errors are NaN or infinite, the first at index 1"):
             served.link.update(np.arange(2), np.array([5.0, td])).result(SECONDS)
         assert served.link.draw(4, 1.0, served.layout).result(SECONDS)[0].drawn.total == pytest.approx(50, rel=1e-4)
+
+
+def test_to_feed_back_nothing_is_allowed_and_a_closed_shard_says_so(native):
+    nothing = np.empty(0, np.int64), np.empty(0)
+    with Served(native=native) as served:
+        assert served.link.update(*nothing).result(SECONDS) is True
+        served.shard._buffer.close()
+        for keys in (nothing, (np.arange(1), np.ones(1))):
+            with pytest.raises(RuntimeError, match="is closed"):
+                served.link.update(*keys).result(SECONDS)
+
+
+def test_a_largest_priority_that_others_have_seen_since_the_shard_was_cleared_counts(native):
+    with Served(native=native, initial="max_seen") as served:
+        served.link.draw(4, 500.0, served.layout).result(SECONDS)
+        served.shard.clear()
+        assert served.link.draw(4, 20.0, served.layout).result(SECONDS)[0].stats.priority_max == 20
+        served.shard._buffer.extend(home=np.arange(5), index=np.arange(5))
+        drawn = served.link.draw(4, 20.0, served.layout).result(SECONDS)[0].drawn
+        assert drawn.total == pytest.approx(5 * 20, rel=1e-4)
+
+
+def shared_memory():
+    """The bytes of shared memory that this process has mapped."""
+    ranges = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:" in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in (each.split("-") for each in ranges))
+
+
+def test_a_learner_that_reads_no_more_keeps_no_closed_shard(native):
+    before = shared_memory()
+    with Served({**SPEC, "picture": tr.Field((1_000_000,), "uint8")}, native=native) as served:
+        most = shared_memory()
+        assert most >= before + 100_000_000
+        stalled = connect(served.server.address)
+        with stalled:
+            stalled.sendall(REQUEST.pack(MARK, 50, 1.0))
+            assert stalled.recv(4) == MARK  # the others wait for room
+            served.shard._buffer.close()
+            eventually(lambda: shared_memory() < most - 90_000_000)
 
 
 def test_a_shard_that_takes_another_number_signs_with_that_one(native):

@@ -339,3 +339,31 @@ def test_it_is_refused_where_there_is_nothing_to_draw_from():
         _C.UnionShards(union.exchange, [(0, None)], None, 1.0, None)
     with pytest.raises(ValueError, match="no shards"):
         _C.UnionShards(_C.Exchange(), [], None, 1.0, None)
+
+
+def test_the_items_of_the_only_shard_become_the_batch():
+    with Union(sizes=(50,), here=None) as union:
+        leaves, sizes = union.leaves(), union.layout.item_sizes
+        for step in range(20):
+            draw, batch = union.native.draw(N, 0.5, union.sampler.weights, 7, 0, step, 1.0, None, sizes, None)
+            assert batch is None
+            assert union.take((draw, None)) == (None, True)
+            ((number, reply),) = union.native.replies(draw)
+            assert number == 0
+            batch = union.layout.batch_over(reply.body(), N)
+            assert_is_of(batch, leaves)
+            keys = batch["key"]
+            draw.abandon()
+            union.native.feed_back(keys, torch.ones(N), NONCE)[0][2].wait(int(SECONDS * 1e9))
+            leaves = union.leaves()
+            assert (leaves[0][batch["index"].numpy()] == pytest.approx(1.0, rel=1e-5)).all()
+
+
+@pytest.mark.parametrize("sizes", [(50, 20), (0,)])
+def test_without_memory_no_batch_is_made_of_several_shards_or_of_none_that_has_items(sizes):
+    with Union(sizes=sizes, here=None) as union:
+        given = N, 0.5, union.sampler.weights, 7, 0, 0, 1.0, None, union.layout.item_sizes, None
+        draw, _ = union.native.draw(*given)
+        assert union.take((draw, None)) == (None, False)
+        with pytest.raises(RuntimeError, match="no memory of its own"):
+            draw.take_all([])

@@ -74,6 +74,8 @@ class Layout:
         self._fields = fields = {**fixed, **RESERVED}
         self._packing = lru_cache(64)(lambda n: Packing(fields, n))
         self._memory = RecycledMemory()
+        self.item_sizes = [field.dtype.itemsize * math.prod(field.shape) for field in fields.values()]
+        """Bytes of an item in each of the tensors of one shape."""
 
     @property
     def is_ragged(self) -> bool:

@@ -83,9 +83,12 @@ class SampleRequest:
             self._order()
             return
         name = self._weights, *chance, slack
-        if place is None and not here:
-            self._batch = layout.new_batch(n)
-        tensors = None if here or self._batch is None else layout.tensors(self._batch)
+        tensors: Any = None
+        if not here:
+            if place is None and len(shards.table.entries) > 1:
+                self._batch = layout.new_batch(n)
+            # Of one shard the items are the batch, without a copy.
+            tensors = layout.item_sizes if self._batch is None else layout.tensors(self._batch)
         asked = None
         try:
             asked = union.draw(n, beta, *name, self._batch, tensors, draws)
@@ -139,6 +142,11 @@ class SampleRequest:
         if union is None or draw is None or not draw.wait(ns) or not self._shards.take_in_union(union, draw):
             return None
         self.drawn_from = draw.drawn_from
+        if self._batch is None:
+            ((_, reply),) = union.replies(draw)
+            body = reply.body()
+            assert body is not None
+            self._batch = self._layout.batch_over(body, self.n)
         return self._batch
 
     def finish(self, wait: Wait) -> ReplayBatch | None:

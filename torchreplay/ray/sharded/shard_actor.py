@@ -47,8 +47,8 @@ all draws of a shard the upper bound is a number of items. A lower bound that no
 class Shard:
     """One buffer, written by the processes of its node, and drawn from by calls from the others.
 
-    Draws and feedback come one after the other, in the order of each caller's calls. Weights, and who may draw, are
-    matters of the union: the learners' affair.
+    Draws and feedback of each caller come in the order of its calls. Weights, and who may draw, are matters of the
+    union: the learners' affair.
 
     Args:
         number: Of this shard, never used again: the high bits of its keys.
@@ -67,7 +67,7 @@ class Shard:
         self._layout = Layout(config.outputs())
         self._executor = ThreadPoolExecutor(1, "torchreplay-shard")
         self._server: ShardServer | None = None
-        self._turn = threading.Lock()  # of the learners, whom several threads answer
+        self._turn = threading.Lock()  # of learners whom the native core does not answer
         self._under_way: dict[str, Future[None]] = {}
 
     def open(self) -> Handle:

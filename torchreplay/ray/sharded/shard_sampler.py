@@ -15,7 +15,6 @@ from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.ray.sharded.batch_block import Block, Layout
 from torchreplay.ray.sharded.shard_keys import pack
 from torchreplay.schema.batch import ReplayBatch
-from torchreplay.schema.samplers import Prioritized
 from torchreplay.segment.waits import NEVER
 
 
@@ -44,14 +43,12 @@ Answer: TypeAlias = tuple[ShardReport, Block | None]
 class ShardSampler:
     """Draws from a shard's buffer, for the shard's actor or for a learner on its node. For one thread.
 
-    Nobody else draws through this object of the buffer, whose handle was made before where other nodes may write.
+    The buffer's handle was made before, where other nodes may write.
     """
 
     def __init__(self, buffer: ReplayBuffer, number: int) -> None:
         self._sampler, self._base = local_sampler(buffer), pack(number)
         self._segment = self._sampler.segment
-        self._prioritized = isinstance(buffer.sampler, Prioritized)
-        self._largest = 0.0
 
     def draw(self, n: int, largest: float, layout: Layout, out: ReplayBatch | None = None) -> Answer:
         """Draws `n` items, stratified and with replacement, and says what the tree was at just that draw.
@@ -61,9 +58,7 @@ class ShardSampler:
         figures are wanted. `largest` is the largest raw priority that was seen in any shard: new rows without one count
         as at least that from now on.
         """
-        if self._prioritized and largest > self._largest:
-            self._segment.raise_largest(largest)
-            self._largest = largest
+        self._segment.raise_largest(largest)
         if not n:
             return self.look(), None
         block = None
