@@ -356,7 +356,7 @@ def test_the_items_of_the_only_shard_become_the_batch():
             draw.abandon()
             union.native.feed_back(keys, torch.ones(N), NONCE)[0][2].wait(int(SECONDS * 1e9))
             leaves = union.leaves()
-            assert (leaves[0][batch["index"].numpy()] == pytest.approx(1.0, rel=1e-5)).all()
+            np.testing.assert_allclose(leaves[0][batch["index"].numpy()], 1.0, rtol=1e-5)
 
 
 @pytest.mark.parametrize("sizes", [(50, 20), (0,)])
@@ -366,4 +366,4 @@ def test_without_memory_no_batch_is_made_of_several_shards_or_of_none_that_has_i
         draw, _ = union.native.draw(*given)
         assert union.take((draw, None)) == (None, False)
         with pytest.raises(RuntimeError, match="no memory of its own"):
-            draw.take_all([])
+            draw.make([((1.0, 1, 1.0, 0.0), N, None, 0)])
