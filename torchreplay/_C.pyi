@@ -339,6 +339,7 @@ class Reply:
 class UnionDraw:
     is_there: bool
     is_made: bool
+    block: Tensor | None
     chosen: list[bytes]
     drawn_from: DrawnFrom
     def __init__(

@@ -323,7 +323,8 @@ class Learner {
   }
 
  private:
-  static constexpr size_t kMostIdle = 4;  // tools that are kept: their memory grows with the largest batch
+  // Tools that are kept. Each grows with the largest batch; of more threads at once some make new ones for each call.
+  static constexpr size_t kMostIdle = 4;
 
   template <class Memory>
   friend class PrefetchStream;

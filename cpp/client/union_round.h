@@ -29,7 +29,10 @@ class UnionRound : public Awaiting, public DrawListener {
 
   // The batch's memory, which stays until abandon(). Without memory the batch is the body of the only answer. Called
   // first.
-  void set_batch(std::vector<UnionDraw::Output> batch) { batch_ = std::move(batch); }
+  void set_batch(std::vector<UnionDraw::Output> batch) {
+    is_body_ = !batch.empty() && !batch.front().data;
+    batch_ = std::move(batch);
+  }
   // Bytes of the body of an answer with so many items.
   uint64_t block_bytes(int64_t n) const { return UnionDraw::block_bytes(batch_, n); }
 
@@ -79,10 +82,18 @@ class UnionRound : public Awaiting, public DrawListener {
     return done_ || (ns > 0 && news_.wait_for(lock, std::chrono::nanoseconds(ns), [&] { return done_; }));
   }
 
-  // Whether the batch is made. Otherwise an answer is lost, or says more, or has too few items, or there are none.
+  // Whether the batch is made. Otherwise an answer is lost, or says more, or has too few items, or there are none, or
+  // it was abandoned.
   bool is_made() {
     const std::lock_guard guard(mutex_);
-    return made_;
+    return made_ && !abandoned_;
+  }
+
+  // Lets go of the body that is the batch. Nothing: it was taken, or is none.
+  Body take_body() {
+    const std::lock_guard guard(mutex_);
+    if (!is_body_ || !made_ || abandoned_) return {};
+    return std::move(replies_[0]->body);
   }
 
   // Makes it of other candidates, which have come since, of which some can be drawn. False: they do not suffice.
@@ -126,23 +137,22 @@ class UnionRound : public Awaiting, public DrawListener {
         add(parts, {drawn_there(reply->head.data()), given, reply->body.data()});
       }
       if (parts.empty() || !draw_.suffices(parts)) return;
-      const bool is_body = !has_memory();
-      if (is_body) {
+      if (is_body_) {
         if (replies_.size() != 1 || parts[0].given != draw_.items()) return;
         UnionDraw::place(batch_, replies_[0]->body.data(), draw_.items());
-        parts[0].block = nullptr;
+        parts[0].block = nullptr;  // they are where they belong
       }
       draw_.make(parts, batch_);
       made_ = true;
+      if (is_body_) return;
       for (const auto& reply : replies_)
-        if (reply && !is_body) reply->body = {};
+        if (reply) reply->body = {};
     } catch (...) {  // there is no memory: whoever makes it says so
     }
   }
 
-  bool has_memory() const { return !batch_.empty() && batch_.front().data; }
   void require_memory() const {
-    if (!has_memory()) throw std::logic_error("the batch has no memory of its own");
+    if (is_body_) throw std::logic_error("the batch has no memory of its own");
   }
 
   static void add(std::vector<Candidates>& parts, const Candidates& part) {
@@ -153,6 +163,7 @@ class UnionRound : public Awaiting, public DrawListener {
   mutable std::mutex mutex_;  // guards what follows
   UnionDraw draw_;
   std::vector<UnionDraw::Output> batch_;
+  bool is_body_ = false;  // the batch is the body of the only answer
   std::optional<Candidates> here_;
   std::vector<std::shared_ptr<Reply>> replies_;
   int64_t add_to_keys_ = 0;

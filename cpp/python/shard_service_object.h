@@ -50,7 +50,7 @@ inline PyObject* serve(PyObject* self, PyObject* number) {
       const ShardCall call = service->serve(socket, [&](uint32_t items) {
         return threads_for(state_of<SegmentObject>(segment.get()).attached()->outputs(), items);
       });
-      PyErr_Clear();  // it may have failed for that
+      PyErr_Clear();  // of what failed within the draw: whoever does it again meets it, too
       if (!call.is_feedback) return checked(Py_BuildValue("IdO", unsigned{call.items}, call.largest, Py_None));
       const auto nbytes = static_cast<Py_ssize_t>(call.feedback.keys.size() * sizeof(int64_t));
       static_assert(sizeof(int64_t) == sizeof(double));

@@ -23,6 +23,7 @@ struct UnionDrawObject {
 
   std::deque<ArrayView> tensors;  // of the batch
   Ref batch;
+  Ref block;  // a tensor of the body that is the batch, once somebody wants it
   std::shared_ptr<UnionRound> round;
   std::shared_ptr<Exchange> exchange;  // of its replies
   std::shared_ptr<DrawsHere> draws;    // of what is drawn here, until it is taken
@@ -40,6 +41,13 @@ inline UnionWeights weights_named(const std::string& name) {
   throw std::invalid_argument("weights are divided by nothing that is called '" + name + "'");
 }
 
+// The last tensors are key, weight and probability.
+inline void require_drawn(const std::vector<UnionDraw::Output>& batch) {
+  const size_t k = batch.size() - 3;
+  if (batch[k].item_bytes != 8 || batch[k + 1].item_bytes != 4 || batch[k + 2].item_bytes != 4)
+    throw std::invalid_argument("the last tensors of the batch are not key, weight and probability");
+}
+
 // The tensors of a batch of `n`, of which key, weight and probability are the last ones.
 inline std::vector<UnionDraw::Output> outputs_of(PyObject* list, int64_t n, std::deque<ArrayView>& views) {
   std::vector<UnionDraw::Output> batch;
@@ -55,20 +63,20 @@ inline std::vector<UnionDraw::Output> outputs_of(PyObject* list, int64_t n, std:
     for (int d = 1; d < a.dims; d++) bytes *= static_cast<uint64_t>(a.shape[d]);
     batch.push_back({const_cast<char*>(a.data), bytes});
   }
-  const auto k = static_cast<size_t>(count) - 3;
-  if (batch[k].item_bytes != 8 || batch[k + 1].item_bytes != 4 || batch[k + 2].item_bytes != 4)
-    throw std::invalid_argument("the last tensors of the batch are not key, weight and probability");
+  require_drawn(batch);
   return batch;
 }
 
 // The same without memory: the bytes of an item in each.
 inline std::vector<UnionDraw::Output> sizes_of(PyObject* list) {
   std::vector<UnionDraw::Output> batch;
+  if (!PyList_Check(list) || PyList_Size(list) < 3)
+    throw std::invalid_argument("a batch has items, keys, weights and probabilities");
   const Py_ssize_t count = PyList_Size(list);
-  if (count < 3) throw std::invalid_argument("a batch has items, keys, weights and probabilities");
   batch.reserve(static_cast<size_t>(count));
   for (Py_ssize_t i = 0; i < count; i++)
     batch.push_back({nullptr, static_cast<uint64_t>(as_int(PyList_GetItem(list, i)))});
+  require_drawn(batch);
   return batch;
 }
 
@@ -259,6 +267,19 @@ inline PyObject* drawn_from(UnionDrawObject& s) {
   return checked(Py_BuildValue("dLdd", from.total, static_cast<long long>(from.drawable), from.smallest, from.beta));
 }
 
+// The batch's memory, uint8 [bytes], where it is the body of the only answer: the same tensor each time. None: it is
+// another's, or not made, or given up.
+inline PyObject* block(UnionDrawObject& s) {
+  if (!s.block.get()) {
+    Body body = s.round->here() ? s.round->take_body() : Body();
+    if (!body.data()) return Py_NewRef(Py_None);
+    const auto bytes = static_cast<int64_t>(body.bytes());
+    char* const data = body.data();
+    s.block = Ref(make_tensor(data, Element::kU8, 1, &bytes, nullptr, BlockOwner(body.release())));
+  }
+  return Py_NewRef(s.block.get());
+}
+
 inline PyMethodDef methods[] = {
     {"asked", asked, METH_VARARGS | METH_STATIC, nullptr},
     {"most", most, METH_VARARGS | METH_STATIC, nullptr},
@@ -270,6 +291,7 @@ inline PyMethodDef methods[] = {
 inline PyGetSetDef getset[] = {
     {"is_there", attribute<UnionDrawObject, [](UnionDrawObject& s) { return is_there(s); }>, nullptr, nullptr, nullptr},
     {"is_made", attribute<UnionDrawObject, [](UnionDrawObject& s) { return is_made(s); }>, nullptr, nullptr, nullptr},
+    {"block", attribute<UnionDrawObject, [](UnionDrawObject& s) { return block(s); }>, nullptr, nullptr, nullptr},
     {"chosen", attribute<UnionDrawObject, [](UnionDrawObject& s) { return chosen(s); }>, nullptr, nullptr, nullptr},
     {"drawn_from", attribute<UnionDrawObject, [](UnionDrawObject& s) { return drawn_from(s); }>, nullptr, nullptr,
      nullptr},

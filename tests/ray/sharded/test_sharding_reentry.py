@@ -12,9 +12,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from forked import eventually
 from local_shards import LocalShards
 
 import torchreplay as tr
+from torchreplay import _C
 from torchreplay.buffer.base import StreamSpec
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
@@ -33,6 +35,7 @@ from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, Rule
 from torchreplay.ray.sharded.reply_collector import ReplyCollector
 from torchreplay.ray.sharded.sample_request_stream import SampleRequestStream
 from torchreplay.ray.sharded.shard_feedback import ShardFeedback
+from torchreplay.ray.sharded.shard_wire import ShardLink, ShardServer
 from torchreplay.ray.sharded.sharded_sampler import ShardedSampler
 
 DRAWING = {
@@ -149,6 +152,50 @@ class InterruptedShards(LocalShards):
     local = SimpleNamespace(try_attach=lambda wait: False, shard=None)
 
 
+class WiredShards(InterruptedShards):
+    """The same shards, all of them on other nodes: the native core asks them over connections.
+
+    Attributes:
+        answering: Until this is set, no shard answers, where the native core does not.
+        begun: Draws so far, where the native core does not answer.
+    """
+
+    def __init__(self, sizes, sampler, is_native=True):
+        super().__init__(sizes, sampler)
+        self.answering, self.exchange, self.rounds = threading.Event(), _C.Exchange(), 0
+        self.answering.set()
+        self.begun = []
+        self.servers = [
+            ShardServer("127.0.0.1", self._drawing(shard), shard.update, shard._native if is_native else None)
+            for shard in self.shards
+        ]
+        self.links = [ShardLink(server.address, self.exchange) for server in self.servers]
+        links = [(number, link.native) for number, link in enumerate(self.links)]
+        self.union_now = _C.UnionShards(self.exchange, links, None, 1.0, None)
+
+    def _drawing(self, shard):
+        def draw(n, largest):
+            self.answering.wait()
+            self.begun.append(n)
+            return shard.draw(n, largest)
+
+        return draw
+
+    def union(self, layout):
+        return self.union_now
+
+    def take_in_union(self, union, draw):
+        return union.take_in(draw)[0]
+
+    def close(self):
+        self.answering.set()
+        for link in self.links:
+            link.close()
+        for server in self.servers:
+            server.close()
+        super().close()
+
+
 def sampler_over(shards):
     config = Config.of({"index": tr.Field()}, 10, shards.sampler, None, None)
     sampler = ShardedSampler(shards, config, 7, 1, FEEDBACK)
@@ -255,8 +302,12 @@ def reaches(call, at):
 @pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("prefetch", [None, 0, 2])
-def test_an_exception_of_a_handler_at_any_call_leaves_no_round_under_way(prefetch):
-    shards = InterruptedShards([50, 20], tr.Uniform())
+@pytest.mark.parametrize(
+    "made", [InterruptedShards, WiredShards, lambda sizes, sampler: WiredShards(sizes[:1], sampler)],
+    ids=["called", "wired", "the only one, wired"],
+)  # fmt: skip
+def test_an_exception_of_a_handler_at_any_call_leaves_no_round_under_way(prefetch, made):
+    shards = made([50, 20], tr.Uniform())
     sampler = sampler_over(shards)
     at = 1
 
@@ -274,6 +325,61 @@ def test_an_exception_of_a_handler_at_any_call_leaves_no_round_under_way(prefetc
         assert (sampler._under_way, shards._limiter.sampled - shards._limiter.items) == (0, 0)
     assert at > 30
     assert sampler.made == shards._limiter.batches
+    shards.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("sizes", [[50], [50, 20]])
+def test_a_stream_goes_on_after_an_exception_of_a_handler_at_any_call(sizes):
+    shards = WiredShards(sizes, tr.Uniform())
+    sampler = sampler_over(shards)
+    stream, at = stream_of(sampler, timeout=10), 1
+    while reaches(lambda: next(stream), at):
+        at += 1
+        batch = next(stream)
+        assert (batch["key"] == (batch["home"] << 48) + batch["index"]).all()
+        assert len(batch["key"]) == 8
+    assert at > 30
+    stream.close()
+    gc.collect()
+    assert (sampler._under_way, shards._limiter.sampled - shards._limiter.items) == (0, 0)
+    assert sampler.made == shards._limiter.batches
+    shards.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("sizes", [[50], [50, 20]])
+def test_a_round_that_is_late_stays_under_way_and_a_stream_that_a_handler_closes_asks_anew(sizes):
+    shards = WiredShards(sizes, tr.Uniform(), is_native=False)
+    sampler = sampler_over(shards)
+    stream = stream_of(sampler, timeout=0.3)
+    assert len(next(stream)["key"]) == 8
+    eventually(lambda: len(shards.begun) == 3 * len(sizes))  # those two that are under way, too
+    shards.answering.clear()
+    for _ in range(2):
+        next(stream)
+    for _ in range(3):
+        with pytest.raises(tr.ReplayTimeout):
+            next(stream)
+        assert sampler._under_way == 3
+    shards.answering.set()
+    assert len(next(stream)["key"]) == 8
+    assert sampler.made == 4
+    shards.answering.clear()
+
+    def close():
+        stream.close()
+        shards.answering.set()
+
+    stream = stream_of(sampler, timeout=None)
+    with handler(close):
+        late = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
+        late.start()
+        assert len(next(stream)["key"]) == 8
+        late.join()
+    stream.close()
+    assert sampler._under_way == 0
     shards.close()
 
 

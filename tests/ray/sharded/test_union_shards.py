@@ -348,12 +348,12 @@ def test_the_items_of_the_only_shard_become_the_batch():
             draw, batch = union.native.draw(N, 0.5, union.sampler.weights, 7, 0, step, 1.0, None, sizes, None)
             assert batch is None
             assert union.take((draw, None)) == (None, True)
-            ((number, reply),) = union.native.replies(draw)
-            assert number == 0
-            batch = union.layout.batch_over(reply.body(), N)
+            assert draw.block is draw.block
+            batch = union.layout.batch_over(draw.block, N)
             assert_is_of(batch, leaves)
             keys = batch["key"]
             draw.abandon()
+            del draw
             union.native.feed_back(keys, torch.ones(N), NONCE)[0][2].wait(int(SECONDS * 1e9))
             leaves = union.leaves()
             np.testing.assert_allclose(leaves[0][batch["index"].numpy()], 1.0, rtol=1e-5)
@@ -365,5 +365,22 @@ def test_without_memory_no_batch_is_made_of_several_shards_or_of_none_that_has_i
         given = N, 0.5, union.sampler.weights, 7, 0, 0, 1.0, None, union.layout.item_sizes, None
         draw, _ = union.native.draw(*given)
         assert union.take((draw, None)) == (None, False)
+        assert draw.block is None
         with pytest.raises(RuntimeError, match="no memory of its own"):
             draw.make([((1.0, 1, 1.0, 0.0), N, None, 0)])
+
+
+def test_a_batch_that_is_given_up_before_it_is_taken_is_none():
+    with Union(sizes=(50,), here=None) as union:
+        given = N, 0.5, union.sampler.weights, 7, 0, 0, 1.0, None, union.layout.item_sizes, None
+        draw, _ = union.native.draw(*given)
+        assert draw.wait(int(SECONDS * 1e9))
+        draw.abandon()
+        assert union.native.take_in(draw)[0] is False
+        assert draw.block is None
+
+
+@pytest.mark.parametrize("sizes", [None, [], [8, 8, 4], [8, 8, 8, 4, 3], [8, "8", 8, 4, 4]])
+def test_sizes_that_are_of_no_batch_are_refused(sizes):
+    with Union(sizes=(50,), here=None) as union, pytest.raises((ValueError, TypeError)):
+        union.native.draw(N, 0.5, union.sampler.weights, 7, 0, 0, 1.0, None, sizes, None)

@@ -74,13 +74,17 @@ class Layout:
         self._fields = fields = {**fixed, **RESERVED}
         self._packing = lru_cache(64)(lambda n: Packing(fields, n))
         self._memory = RecycledMemory()
-        self.item_sizes = [field.dtype.itemsize * math.prod(field.shape) for field in fields.values()]
-        """Bytes of an item in each of the tensors of one shape."""
+        self._item_sizes = [field.nbytes for field in fields.values()]
 
     @property
     def is_ragged(self) -> bool:
         """Whether batches have values of any length. Then they are of memory of their own, and none is drawn into."""
         return bool(self._ragged)
+
+    @property
+    def item_sizes(self) -> list[int]:
+        """Bytes of an item in each of the tensors of one shape, in the order of a block."""
+        return self._item_sizes
 
     def block_bytes(self, n: int) -> int:
         """Returns the bytes of a block for `n` items, without values of any length."""

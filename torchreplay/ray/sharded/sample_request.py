@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
+import torch
 
 from torchreplay import _C
 from torchreplay.errors import ReplayTimeout
@@ -83,7 +84,7 @@ class SampleRequest:
             self._order()
             return
         name = self._weights, *chance, slack
-        tensors: Any = None
+        tensors: list[torch.Tensor] | list[int] | None = None
         if not here:
             if place is None and len(shards.table.entries) > 1:
                 self._batch = layout.new_batch(n)
@@ -92,8 +93,8 @@ class SampleRequest:
         asked = None
         try:
             asked = union.draw(n, beta, *name, self._batch, tensors, draws)
-        except RuntimeError:
-            if shards.union_now is union:  # else another thread has let go of the shard here
+        except (RuntimeError, ValueError):
+            if shards.union_now is union:  # else another thread has attached the shard here, or let go of it
                 raise
         if asked is not None:
             self._draw, self._batch = asked
@@ -133,7 +134,7 @@ class SampleRequest:
             self._draw.abandon()
 
     def made_within(self, ns: int) -> ReplayBatch | None:
-        """Returns the batch where the native core has made it, in so long; None: look what is wrong.
+        """Returns the batch where the native core makes it in so many nanoseconds; else None.
 
         Raises:
             Stopped: The buffer was stopped.
@@ -142,11 +143,8 @@ class SampleRequest:
         if union is None or draw is None or not draw.wait(ns) or not self._shards.take_in_union(union, draw):
             return None
         self.drawn_from = draw.drawn_from
-        if self._batch is None:
-            ((_, reply),) = union.replies(draw)
-            body = reply.body()
-            assert body is not None
-            self._batch = self._layout.batch_over(body, self.n)
+        if self._batch is None and (block := draw.block) is not None:
+            self._batch = self._layout.batch_over(block, self.n)
         return self._batch
 
     def finish(self, wait: Wait) -> ReplayBatch | None:
@@ -155,7 +153,7 @@ class SampleRequest:
         Raises as `ShardClient.hear` does.
         """
         if self._union is not None and self._draw is not None:
-            self._await_all(self._union, self._draw, wait)
+            self.await_answers(wait)
             if (batch := self.made_within(0)) is not None:
                 return batch
             self._totals = self._union.totals
@@ -166,8 +164,15 @@ class SampleRequest:
         parts = self._parts(self._complete(self._shards.hear(self.calls, wait), wait))
         return self._made_of(parts) if parts else None
 
-    def _await_all(self, union: _C.UnionShards, draw: _C.UnionDraw, wait: Wait) -> None:
-        """Waits until all shards have sent what they were asked for at once."""
+    def await_answers(self, wait: Wait) -> None:
+        """Waits until all shards have sent what the native core has asked them for. What is raised changes nothing.
+
+        Raises:
+            ReplayTimeout: The wait has taken too long.
+        """
+        union, draw = self._union, self._draw
+        if union is None or draw is None:
+            return
         if not draw.wait(0) and not draw.wait(wait.slice_ns()):
             replies = {number: ShardReply(reply, None) for number, reply in union.replies(draw)}
             self._shards.calls.collect(replies, wait)  # it names shards that do not answer

@@ -34,7 +34,8 @@ class SampleRequestStream:
         self._rounds, self._feedback, self._spec = rounds, feedback, spec
         self._batch_size, self._left = spec.batch_size, spec.count
         self._prefetch, self._timeout, self._waiting = spec.prefetch, spec.timeout, spec.waiting
-        self._patience = SLICE_NS if spec.timeout is None else int(min(SLICE_NS, max(0.0, spec.timeout * 1e9)))
+        # Nanoseconds for which the native core alone waits for a batch. A timeout is counted from then on.
+        self._patience = SLICE_NS if spec.timeout is None else int(min(SLICE_NS, spec.timeout * 1e9 / 20))
         self._finishes = spec.staging is None or not spec.prefetch
         self._ahead: deque[SampleRequest] = deque()
         self._here: tuple[LocalShard, _C.Prefetcher] | None = None  # the only shard, and what draws from it ahead
@@ -59,7 +60,7 @@ class SampleRequestStream:
         if self._rounds.shards.closed:
             self._rounds.shards.require_open()
         self._feedback.apply_arrived()
-        if self._left is None and (batch := self._take_at_once()) is not None:
+        if self._left is None and (batch := self._take_natively()) is not None:
             return batch
         if self._left is not None and self._left <= 0:
             self.close()
@@ -85,8 +86,7 @@ class SampleRequestStream:
         """How many batches are drawn ahead, of the only shard.
 
         The caller wants to know how many lie in the memory of the staging, to copy the next one to the device from
-        there. A round whose answers have all come does not count: its batch is chosen from the candidates only when it
-        is put together.
+        there. A round of several shards does not count: its batch is not in that memory before it is handed out.
         """
         return 0 if self._here is None else self._here[1].ready()
 
@@ -152,19 +152,20 @@ class SampleRequestStream:
     def _most(self) -> int:
         return self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)
 
-    def _take_at_once(self) -> ReplayBatch | None:
+    def _take_natively(self) -> ReplayBatch | None:
         """Returns the next batch where it comes soon, and another round can be ordered without a look at anything.
 
         Else it returns None, and `_take` does the same at length.
         """
         rounds, ahead, spec, n = self._rounds, self._ahead, self._spec, self._batch_size
         shards = rounds.shards
-        if not ahead or len(ahead) != self._prefetch or shards.all_here:
+        first = ahead[0] if ahead else None
+        if first is None or len(ahead) != self._prefetch or shards.all_here:
             return None
         union = shards.union_now
         if union is None or not union.drawable or not shards.limiter.covers(n):
             return None
-        beta, draws, first = rounds.exponent(None, len(ahead)), self._draws_here(), ahead[0]
+        beta, draws = rounds.exponent(None, len(ahead)), self._draws_here()
         ahead.append(rounds.begin(n, None, beta, spec.place(), spec.budget, draws, union))
         shards.report()
         batch = first.made_within(self._patience)
@@ -187,6 +188,7 @@ class SampleRequestStream:
                 call for later in islice(self._ahead, 1, None) for call in later.calls.values()
             )
         first = self._ahead[0]
+        first.await_answers(wait)  # one that is late stays under way
         try:
             batch = self._rounds.take(first, wait, self._finishes)
         finally:

@@ -239,8 +239,7 @@ class ShardClient(CoordinatorView):
     def union(self, layout: Layout) -> _C.UnionShards | None:
         """Returns all shards as the native core reaches them; None where it does not, or not in one go.
 
-        Then `order` does. So it is where Ray has to be asked, and for values of any length. The items of an only shard
-        that is on another node are the batch as they come.
+        Then `order` does. So it is where Ray has to be asked, and for values of any length.
         """
         self.coordinator.require_own_process()
         table, here, before = self.table, self.local.shard, None
