@@ -43,7 +43,11 @@ ENDS = {
     "an exception": ("raise RuntimeError('in the loss')", 1),
     "its last line": ("", 0),
     "sys.exit": ("sys.exit(3)", 3),
-    "Ctrl-C": ("os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", -signal.SIGINT),
+    "Ctrl-C": (
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's parent may have ignored it\n"
+        "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)",
+        -signal.SIGINT,
+    ),
 }
 
 
