@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Union:
-    """Shards of `sizes`, of which number `here` is drawn from through shared memory, and the others over connections.
+    """Shards of `sizes`. Number `here` is drawn from through shared memory, the others over connections.
 
     Attributes:
         before: Called with each other shard's number before it draws, where the native core does not answer.

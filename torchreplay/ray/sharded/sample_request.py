@@ -181,7 +181,7 @@ class SampleRequest:
                     raise ReplayTimeout(f"no batch of {self.n:,} in time: the buffer's lock does not come free")
 
     def _parts(self, answers: Answers) -> list[Answer]:
-        """Returns the answers with items, of which that of the shard that drew into the batch comes first."""
+        """Returns the answers with items. That of the shard that drew into the batch comes first."""
         parts = [(answers[number][1] is not None, number) for number in answers if answers[number][0].drawn.total > 0]
         return [answers[number] for _, number in sorted(parts)]
 

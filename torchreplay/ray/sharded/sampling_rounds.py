@@ -29,7 +29,7 @@ POLL: Final = 0.02
 
 
 class SamplingRounds(BatchSource):
-    """The rounds of a process, each of which asks the shards for one batch.
+    """The rounds of a process. Each asks the shards for one batch.
 
     `seed` is that of the random numbers that choose among candidates; `nonce` signs the batches.
     """

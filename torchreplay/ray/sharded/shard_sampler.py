@@ -105,7 +105,7 @@ class ShardSampler:
         smallest = values.pop("smallest_leaf")
         stats = Stats.of(values)
         drawn = drawn or TreeSummary(stats.priority_total, stats.drawable, smallest)
-        # Who waits for rows looks for writers, and asks for no candidates then. The others need not wait for that look.
+        # A learner that waits for rows looks for writers, without candidates. Others need not wait for that look.
         census = (self._segment if candidates else self._sampler.watched).census(False)
         return ShardReport(stats, drawn, candidates, census["writers"], census["since_departure"], moment=moment)
 
