@@ -12,6 +12,7 @@
 #include "python/regions.h"
 #include "python/segment_object.h"
 #include "python/shard_service_object.h"
+#include "python/tally_objects.h"
 #include "python/union_shards_object.h"
 #include "python/weights_object.h"
 #include "system/checksum.h"
@@ -220,12 +221,13 @@ PyObject* make_module() {
   return guarded([&] {
     guard_clients_by_gil();
     Ref m(checked(PyModule_Create(&module)));
-    for (PyType_Spec* spec :
-         {&segment::spec, &importing::spec, &prefetcher::spec, &writer::spec, &weights::spec, &reader::spec,
-          &wire::exchange_spec, &wire::link_spec, &wire::reply_spec, &union_draw::spec, &union_shards::spec,
-          &union_shards::draws_spec, &shard_service::spec}) {
+    for (PyType_Spec* spec : {&segment::spec, &importing::spec, &prefetcher::spec, &writer::spec, &weights::spec,
+                              &reader::spec, &wire::exchange_spec, &wire::link_spec, &wire::reply_spec,
+                              &union_draw::spec, &union_shards::spec, &union_shards::draws_spec, &shard_service::spec,
+                              &counting::counts_spec, &counting::steps_spec, &counting::round_spec}) {
       Ref type(checked(PyType_FromSpec(spec)));
       if (spec == &union_draw::spec) union_draw::type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type.get()));
+      if (spec == &counting::round_spec) counting::round_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type.get()));
       if (spec == &wire::reply_spec) wire::reply_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type.get()));
       if (PyModule_AddType(m.get(), reinterpret_cast<PyTypeObject*>(type.get()))) throw PythonError{};
     }

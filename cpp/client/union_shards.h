@@ -193,14 +193,10 @@ class UnionShards {
   // known, or has no such row, or its connection is broken.
   std::optional<std::vector<Sent>> feed_back(const Feedback& feedback) {
     if (!is_whole()) return std::nullopt;
-    std::vector<Feedback> parts(shards_.size());
-    for (Feedback& part : parts) {
-      part.keys.reserve(feedback.keys.size());
-      part.td.reserve(feedback.keys.size());
-    }
     constexpr int64_t kOwn = (int64_t{1} << kShardKeyBits) - 1;
-    size_t at = 0;
-    for (size_t i = 0; i < feedback.keys.size(); i++) {
+    const size_t n = feedback.keys.size();
+    std::vector<size_t> counts(shards_.size()), whose(n);
+    for (size_t i = 0, at = 0; i < n; i++) {
       const int64_t key = feedback.keys[i], number = key >> kShardKeyBits;
       if (shards_[at].number != number) {
         at = 0;
@@ -209,22 +205,38 @@ class UnionShards {
       }
       if (key < 0 || (shards_[at].link && static_cast<uint64_t>(key & kOwn) >= shards_[at].rows_written))
         return std::nullopt;
-      parts[at].keys.push_back(key & kOwn);
-      parts[at].td.push_back(feedback.td[i]);
+      whose[i] = at;
+      counts[at]++;
+    }
+    for (size_t s = 0; s < shards_.size(); s++) {  // first: it may refuse a key
+      if (shards_[s].link || !counts[s]) continue;
+      Feedback here;
+      here.keys.reserve(counts[s]);
+      here.td.reserve(counts[s]);
+      for (size_t i = 0; i < n; i++)
+        if (whose[i] == s) here.keys.push_back(feedback.keys[i] & kOwn), here.td.push_back(feedback.td[i]);
+      if (!apply_here(here)) return std::nullopt;
     }
     std::vector<Sent> sent;
     std::vector<Exchange::Request> requests;
-    for (size_t i = 0; i < shards_.size(); i++)  // first: it may refuse a key
-      if (!shards_[i].link && !parts[i].keys.empty() && !apply_here(parts[i])) return std::nullopt;
-    for (size_t i = 0; i < shards_.size(); i++) {
-      const size_t n = parts[i].keys.size();
-      if (!n || !shards_[i].link) continue;
-      std::string request = ShardRequest(static_cast<uint32_t>(n), std::numeric_limits<double>::quiet_NaN()).bytes();
-      request.reserve(request.size() + 16 * n);
-      request.append(reinterpret_cast<const char*>(parts[i].keys.data()), 8 * n);
-      request.append(reinterpret_cast<const char*>(parts[i].td.data()), 8 * n);
-      sent.push_back({shards_[i].number, n, std::make_shared<Reply>(0)});
-      requests.push_back({shards_[i].link, std::move(request), sent.back().reply});
+    sent.reserve(shards_.size());
+    requests.reserve(shards_.size());
+    for (size_t s = 0; s < shards_.size(); s++) {
+      if (!counts[s] || !shards_[s].link) continue;
+      const auto count = static_cast<uint32_t>(counts[s]);
+      std::string request = ShardRequest(count, std::numeric_limits<double>::quiet_NaN()).bytes();
+      const size_t head = request.size();
+      request.resize(head + 16 * counts[s]);
+      char* key = request.data() + head;
+      char* td = key + 8 * counts[s];
+      for (size_t i = 0; i < n; i++) {
+        if (whose[i] != s) continue;
+        const int64_t own = feedback.keys[i] & kOwn;
+        std::memcpy(std::exchange(key, key + 8), &own, 8);
+        std::memcpy(std::exchange(td, td + 8), &feedback.td[i], 8);
+      }
+      sent.push_back({shards_[s].number, counts[s], std::make_shared<Reply>(0)});
+      requests.push_back({shards_[s].link, std::move(request), sent.back().reply});
     }
     const Unlocked others;
     exchange_->ask(std::move(requests));

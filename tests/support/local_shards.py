@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 
 import torchreplay as tr
+from torchreplay import _C
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.local_shard import LocalShard
-from torchreplay.ray.sharded.rate_limiter import Round
 from torchreplay.ray.sharded.sample_request import SampleRequest, weights_of
 from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.schema.config import Config
@@ -93,7 +93,8 @@ class LocalShards:
 
     def batch(self, n, step, beta=0.4, slack=1 / 64, place=None, budget=None):
         here, chance, weights = self.here is not None, (7, 0, step), weights_of(self.sampler)
-        request = SampleRequest(self, None, self.layout, Round(n), chance, weights, beta, slack, here, place, budget)
+        round = _C.DrawTally().begin(n, None)
+        request = SampleRequest(self, None, self.layout, round, chance, weights, beta, slack, here, place, budget)
         return request.finish(None)
 
     def close(self):

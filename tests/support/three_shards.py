@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from torchreplay.ray.sharded.rate_limiter import Round
 from torchreplay.ray.sharded.writing import buffer_to_write_to
 
 NODES = ["a", "b", "c"]
@@ -14,9 +13,7 @@ def write(shards, count):
 
 def hand_out(limiter, n):
     """Counts a batch of `n` items."""
-    limiter.begin(ahead := Round(n))
-    ahead.drawn = True
-    limiter.end(ahead)
+    limiter.counts.begin(n, None).hand_out()
 
 
 def die(coordinator, number):

@@ -11,7 +11,7 @@ import torchreplay as tr
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.ray import ShardedReplay
-from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter, LearnerLimiter, LearnerReport, Round, Rule, Totals
+from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter, LearnerLimiter, LearnerReport, Rule, Totals
 from torchreplay.ray.sharded.shard_sampler import ShardReport
 
 
@@ -20,14 +20,13 @@ def figures(inserted=0, largest=1.0):
 
 
 def begin(learner, n):
-    learner.begin(ahead := Round(n))
-    return ahead
+    return learner.counts.begin(n, None)
 
 
-def end(learner, ahead, drawn):
-    ahead.drawn = drawn
-    for _ in range(2):  # the second one changes nothing
-        learner.end(ahead)
+def end(ahead, drawn):
+    (ahead.hand_out if drawn else ahead.give_up)()
+    for later in (ahead.give_up, ahead.hand_out):  # it ends once
+        later()
 
 
 def drew(items, batches, rule=0, before=0):
@@ -61,7 +60,7 @@ class Union:
 
     def hand_out(self, *batches):
         for n in batches:
-            end(self.learner, begin(self.learner, n), drawn=True)
+            end(begin(self.learner, n), drawn=True)
         self.report()
 
     def change(self, rule):
@@ -111,9 +110,11 @@ def test_draws_of_other_learners_count_once_however_often_they_tell_of_them():
     for stream, progress in told:
         union.other(stream, progress)
     union.hand_out(100, 600)
-    begin(union.learner, 64)
+    ahead = begin(union.learner, 64)
     assert union.learner.sampled == 700 + 64 + 192 + 64
     assert union.learner.steps == 2 + 3 + 1
+    ahead.give_up()
+    assert union.learner.sampled == 700 + 192 + 64
     assert union.learner.learners == 3
 
 
@@ -150,10 +151,12 @@ def test_limits_count_the_draws_of_all_learners_and_those_under_way_of_the_one_w
         items, batches = sampled.get(stream, (0, 0))
         sampled[stream] = items + n, batches + 1
         union.other(stream, drew(*sampled[stream]))
-    begin(union.learner, under_way)
+    ahead = begin(union.learner, under_way)
     handed_out = sum(items for items, _ in sampled.values())
     assert sum(union.limits(range(3)).values()) == max(10, (30 + handed_out + under_way) // 2)
     assert sum(union.counted.limits(range(3)).values()) == max(10, (30 + handed_out) // 2)
+    ahead.give_up()
+    assert sum(union.limits(range(3)).values()) == max(10, (30 + handed_out) // 2)
 
 
 def test_what_a_learner_waits_for_is_admitted_whatever_the_ratio_says():
@@ -289,7 +292,7 @@ def test_draws_count_from_when_each_learner_hears_of_a_new_one():
     assert (rule.number, rule.inserted_before) == (1, 80)
     union.change(rule)
     assert learner.sampled == 0
-    end(learner, under_way, drawn=True)
+    end(under_way, drawn=True)
     union.hand_out(10)
     assert learner.sampled == 10
     report = learner.report()
@@ -340,7 +343,7 @@ def test_rounds_that_are_given_up_count_for_no_limiter():
         union.report()
         other.hear(union.counted.hear(other.report()))
         assert learner.sampled == own
-        assert (other.sampled, other.drawn) == (told, learner.items)
+        assert (other.sampled, other.drawn) == (told, learner.counts.items)
 
     def change(number, ratio):
         rule = Rule(tr.SamplesPerInsert(ratio, 10), number)
@@ -353,22 +356,22 @@ def test_rounds_that_are_given_up_count_for_no_limiter():
     assert_sampled(0, 0)
     second = [begin(learner, 64) for _ in range(2)]
     assert_sampled(2 * 64, 0)  # those admitted before are none of its own
-    end(learner, first[0], drawn=False)
+    end(first[0], drawn=False)
     assert_sampled(2 * 64, 0)
-    end(learner, first[1], drawn=True)
+    end(first[1], drawn=True)
     assert_sampled(2 * 64, 0)
     change(2, 3.0)
     assert_sampled(0, 0)
-    end(learner, first[2], drawn=False)
-    end(learner, second[0], drawn=False)
+    end(first[2], drawn=False)
+    end(second[0], drawn=False)
     assert_sampled(0, 0)
-    end(learner, second[1], drawn=True)
+    end(second[1], drawn=True)
     assert_sampled(0, 0)
     union.hand_out(64)
     assert_sampled(64, 64)
-    end(learner, begin(learner, 64), drawn=False)
+    end(begin(learner, 64), drawn=False)
     assert_sampled(64, 64)
-    assert (learner.items, learner.batches) == (4 * 64, 4)
+    assert (learner.counts.items, learner.counts.batches) == (4 * 64, 4)
 
 
 def test_a_ratio_that_hardly_draws_admits_everything():

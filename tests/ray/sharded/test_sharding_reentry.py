@@ -129,22 +129,15 @@ def test_what_a_shard_raises_is_said_once():
 
 
 class InterruptedShards(LocalShards):
-    """Shards whose learner gets one signal: when it has looked `looks` times at what was inserted and drawn."""
+    """Shards whose learner a signal interrupts: what it knows of all of them."""
 
-    looks, stopped, closed, all_here = 0, False, False, False
+    stopped, closed = False, False
 
     def __init__(self, sizes, sampler):
         super().__init__(sizes, sampler)
-        self._limiter = LearnerLimiter(Rule(tr.MinSize()), 0)
-        self._limiter.count_inserted(dict(enumerate(sizes)))
+        self.limiter = LearnerLimiter(Rule(tr.MinSize()), 0)
+        self.limiter.count_inserted(dict(enumerate(sizes)))
         self.hear(self.order(dict.fromkeys(range(len(sizes)), 0)), None)
-
-    @property
-    def limiter(self):
-        self.looks -= 1
-        if self.looks == 0:
-            signal.raise_signal(signal.SIGUSR1)
-        return self._limiter
 
     def refresh(self):
         pass
@@ -218,34 +211,7 @@ def test_while_no_shard_answers_a_draw_keeps_to_its_timeout_and_asks_now_and_the
     with pytest.raises(tr.ReplayTimeout, match="no shard has answered with items for a batch of 8 in time"):
         next(stream_of(sampler, timeout=0.5)) if streamed else sampler.draw(8, None, Wait(shards, 0.5))
     assert 2 < len(asked) < 200
-    assert (shards._limiter.items, sampler.made) == (0, 0)
-    shards.close()
-
-
-@pytest.mark.timeout(60)
-def test_a_handler_that_draws_in_the_midst_of_a_draw_gets_a_batch_and_no_step_is_used_twice():
-    shards = InterruptedShards([50, 20], tr.Prioritized())
-    sampler = sampler_over(shards)
-    steps, begin = [], sampler.begin
-
-    def watched(*given, **options):
-        steps.append((ordered := begin(*given, **options)).round.step)
-        return ordered
-
-    sampler.begin = watched
-    drawn = []
-    with handler(lambda: drawn.append(sampler.draw(8, None, Wait(shards, 10)))):
-        for looks in range(1, 20):
-            shards.looks = looks
-            drawn.append(sampler.draw(8, None, Wait(shards, 10)))
-            if shards.looks > 0:  # it does not look as often
-                break
-    assert looks > 4
-    assert len(drawn) == 2 * looks - 1
-    assert all(isinstance(batch, ReplayBatch) and len(batch["key"]) == 8 for batch in drawn)
-    assert sampler.made == shards._limiter.batches == len(drawn)
-    assert sorted(steps) == list(range(len(drawn)))
-    assert (shards._limiter.items, shards._limiter.sampled - shards._limiter.items) == (8 * len(drawn), 0)
+    assert (shards.limiter.counts.items, sampler.made) == (0, 0)
     shards.close()
 
 
@@ -267,36 +233,65 @@ def test_ctrl_c_while_rounds_ahead_are_fetched_leaves_none_counted_as_drawn():
         next(stream)
     assert len(next(stream)["key"]) == 8
     stream.close()
-    assert (shards._limiter.items, shards._limiter.sampled - shards._limiter.items, shards._limiter.sampled) == (
-        24,
-        0,
-        24,
-    )
+    limiter = shards.limiter
+    assert (limiter.counts.items, limiter.sampled - limiter.counts.items, limiter.sampled) == (24, 0, 24)
     assert sampler.made == 3
     shards.close()
 
 
 class Interruption:
-    """Raises KeyboardInterrupt at one call, or return, of the modules that draw: there a signal's handler may run."""
+    """Runs a signal's handler at one call, or return, of the modules that draw."""
 
-    def __init__(self, at):
-        self.left = at
+    def __init__(self, at, handle):
+        self.left, self.handle = at, handle
 
     def __call__(self, frame, event, argument):
         self.left -= frame.f_code.co_filename in DRAWING
         if not self.left:
             sys.setprofile(None)
-            raise KeyboardInterrupt
+            self.handle()
 
 
-def reaches(call, at):
-    """Makes a call, which an exception cuts short at its event of that number; returns whether it has so many."""
-    interruption = Interruption(at)
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def reaches(call, at, handle=interrupt):
+    """Makes a call, amid which a handler runs at its event of that number; returns whether it has so many."""
+    interruption = Interruption(at, handle)
     sys.setprofile(interruption)
     with suppress(KeyboardInterrupt):  # one that comes while something is freed is lost
         call()
     sys.setprofile(None)
     return interruption.left <= 0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("made", [InterruptedShards, WiredShards], ids=["called", "wired"])
+def test_a_handler_that_draws_in_the_midst_of_a_draw_gets_a_batch_and_no_step_is_used_twice(made):
+    shards = made([50, 20], tr.Prioritized())
+    sampler = sampler_over(shards)
+    steps, begin = [], sampler.begin
+
+    def watched(*given, **options):
+        steps.append((ordered := begin(*given, **options)).round.step)
+        return ordered
+
+    sampler.begin = watched
+    drawn, at = [], 1
+
+    def draw():
+        drawn.append(sampler.draw(8, None, Wait(shards, 10)))
+
+    while reaches(draw, at, handle=draw):
+        at += 1
+    assert at > 30
+    assert len(drawn) == 2 * at - 1
+    assert all(isinstance(batch, ReplayBatch) and len(batch["key"]) == 8 for batch in drawn)
+    assert sampler.made == shards.limiter.counts.batches == len(drawn)
+    assert sorted(steps) == list(range(len(drawn)))
+    assert (shards.limiter.counts.items, shards.limiter.sampled - shards.limiter.counts.items) == (8 * len(drawn), 0)
+    shards.close()
 
 
 @pytest.mark.timeout(60)
@@ -322,9 +317,9 @@ def test_an_exception_of_a_handler_at_any_call_leaves_no_round_under_way(prefetc
     while reaches(call, at):
         at += 1
         gc.collect()
-        assert (sampler._under_way, shards._limiter.sampled - shards._limiter.items) == (0, 0)
+        assert (sampler._steps.under_way, shards.limiter.sampled - shards.limiter.counts.items) == (0, 0)
     assert at > 30
-    assert sampler.made == shards._limiter.batches
+    assert sampler.made == shards.limiter.counts.batches
     shards.close()
 
 
@@ -343,8 +338,8 @@ def test_a_stream_goes_on_after_an_exception_of_a_handler_at_any_call(sizes):
     assert at > 30
     stream.close()
     gc.collect()
-    assert (sampler._under_way, shards._limiter.sampled - shards._limiter.items) == (0, 0)
-    assert sampler.made == shards._limiter.batches
+    assert (sampler._steps.under_way, shards.limiter.sampled - shards.limiter.counts.items) == (0, 0)
+    assert sampler.made == shards.limiter.counts.batches
     shards.close()
 
 
@@ -363,7 +358,7 @@ def test_a_round_that_is_late_stays_under_way_and_a_stream_that_a_handler_closes
     for _ in range(2):
         with pytest.raises(tr.ReplayTimeout):
             next(stream)
-        assert sampler._under_way == 3
+        assert sampler._steps.under_way == 3
     shards.answering.set()
     assert len(next(stream)["key"]) == 8
     assert sampler.made == 5
@@ -380,7 +375,7 @@ def test_a_round_that_is_late_stays_under_way_and_a_stream_that_a_handler_closes
         assert len(next(stream)["key"]) == 8
         late.join()
     stream.close()
-    assert sampler._under_way == 0
+    assert sampler._steps.under_way == 0
     shards.close()
 
 
@@ -392,7 +387,7 @@ def test_a_batch_that_is_under_way_comes_though_the_limiter_admits_no_more():
     def refresh():
         looks.append(None)
         if len(looks) == 3:  # the first round is ordered
-            shards._limiter.change(Rule(tr.MinSize(1000), 1))
+            shards.limiter.change(Rule(tr.MinSize(1000), 1))
 
     shards.refresh = refresh
     stream = stream_of(sampler, timeout=0.0)

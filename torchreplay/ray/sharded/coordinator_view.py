@@ -108,15 +108,16 @@ class CoordinatorView(ABC):
             n: Items that it waits for, and so for an answer that comes soon; 0 for none.
             last: Whether it draws no more for now, so that it must be said in any case.
         """
-        limiter, now = self._limiter, time.monotonic()
+        limiter = self._limiter
         if limiter is None:  # there is nothing to report
             return
-        if limiter.silent and not n and not last:  # nobody waits for it
-            self.report_later()
+        if not n and not last and limiter.silent:  # nobody waits for it
+            if self._late is None:
+                self.report_later()
             return
         if self._reports:
             self.refresh()
-        if n or last or self._is_due(now):
+        if n or last or self._is_due(time.monotonic()):
             self._send_report(limiter, n, last)
             if n:
                 self._hear_soon()
@@ -140,7 +141,7 @@ class CoordinatorView(ABC):
 
     def _is_due(self, now: float) -> bool:
         """Whether it is time for a report."""
-        return self.limiter.short or now - self._reported_at >= self._report_seconds
+        return self.limiter.counts.is_short or now - self._reported_at >= self._report_seconds
 
     @property
     def _report_seconds(self) -> float:

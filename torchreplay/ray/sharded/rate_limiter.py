@@ -7,7 +7,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -229,24 +229,6 @@ class GlobalRateLimiter:
         return sum(learner.counted for learner in learners if learner.rule == self.rule.number)
 
 
-@dataclass(eq=False, slots=True)
-class Round:
-    """A batch under way, as it is counted: until it is handed out or given up, or nobody holds it any more.
-
-    An exception out of a signal's handler may come between any two calls, and drop it.
-    """
-
-    n: int  # its items
-    give_up: Callable[[Round], object] = lambda _: None  # called when nobody holds it any more
-    step: int = -1  # its number in the stream of random numbers; -1 when it is not counted there
-    rule: int = -1  # the number of the limiter that has admitted it; -1 when that does not count it
-    drawn: bool = False  # whether it was handed out
-
-    def __del__(self) -> None:
-        if self.step >= 0 or self.rule >= 0:
-            self.give_up(self)
-
-
 class LearnerLimiter:
     """The limiter as one learner knows it: whether it may draw.
 
@@ -259,15 +241,13 @@ class LearnerLimiter:
         self._lock = threading.RLock()  # a signal handler may draw, too
         self.rule, self.divides = rule, rule.divides
         self.others = Totals()  # what others have drawn
-        self.items = self.batches = 0  # handed out by this learner
+        self.counts = _C.DrawTally()  # of this learner's items and batches, under this rule and in all
+        self.counts.restart(rule.number)
         self.largest = 1.0  # the largest raw priority heard of
         self.waited = 0.0  # seconds that this learner has waited for rows
         self.stream = stream  # which no other process has
         self._inserted: Mapping[int, int] = {}  # by shard
-        self._sampled = self._counted = 0  # items that this rule counts: those ordered, less those given up; handed out
-        # Items up to which it may order under this rule, and until when; up to which it need not ask for more; and how
-        # many there were at its last report.
-        self._lease, self._until, self._enough, self._told = 0, 0.0, 0, 0
+        self._until = 0.0  # when its lease ends
 
     def change(self, rule: Rule) -> None:
         """Keeps to another limiter from now on, if it is newer."""
@@ -275,64 +255,26 @@ class LearnerLimiter:
             if rule.number > self.rule.number:
                 if rule.cleared > self.rule.cleared:
                     self.largest = 1.0  # as in a new buffer
-                self.rule, self.divides = rule, rule.divides  # what is under way was admitted by the one before
-                self._sampled = self._counted = self._lease = self._enough = self._told = 0
+                self.rule, self.divides = rule, rule.divides
+                self.counts.restart(rule.number)
 
     def covers(self, n: int) -> bool:
         """Returns whether `n` more items may be drawn, and nobody has to be asked."""
-        return self._sampled + n <= self._lease and time.monotonic() < self._until
+        counts = self.counts
+        return counts.sampled + n <= counts.lease and time.monotonic() < self._until
 
     def admits(self, n: int) -> bool:
         """Returns whether `n` more items may be drawn, as far as is known."""
         with self._lock:
             if not self.divides and self.inserted >= self.needed(n):  # for as long as this limiter is kept to
-                self._lease, self._until, self._enough = MOST, math.inf, MOST
+                self.counts.grant(MOST)
+                self._until = math.inf
             return self.covers(n)
 
     @property
     def silent(self) -> bool:
         """Whether nobody needs to hear soon of what is drawn here, and all know that something is."""
-        return not self.divides and self._told > 0 and self._sampled <= self._enough
-
-    @property
-    def short(self) -> bool:
-        """Whether it is time to ask for more."""
-        return self._sampled > self._enough
-
-    # Nothing is called under the lock in the next two: a signal's handler comes before or after.
-
-    def begin(self, ahead: Round) -> None:
-        """Counts a round's items as ordered, under this limiter."""
-        with self._lock:
-            self._sampled += ahead.n
-            ahead.rule = self.rule.number
-
-    def end(self, ahead: Round) -> None:
-        """Counts a round's items as handed out if it is drawn, else as given up. Idempotent."""
-        with self._lock:
-            counts = ahead.rule == self.rule.number
-            if ahead.drawn and ahead.rule >= 0:
-                self.items += ahead.n
-                self.batches += 1
-                self._counted += ahead.n * counts
-            else:
-                self._sampled -= ahead.n * counts
-            ahead.rule = -1
-
-    def count_batch(self, n: int) -> bool:
-        """Counts a batch of `n` items as ordered and handed out; returns whether it is time to ask for more."""
-        with self._lock:
-            self._sampled += n
-            self._counted += n
-            self.items += n
-            self.batches += 1
-            return self._sampled > self._enough
-
-    def shorten(self, ahead: Round, n: int) -> None:
-        """Counts all but `n` items of a round as given up."""
-        with self._lock:
-            self._sampled -= (ahead.n - n) * (ahead.rule == self.rule.number)
-            ahead.n = n
+        return not self.divides and self.counts.told > 0 and not self.counts.is_short
 
     def count_wait(self, since: float) -> float:
         """Counts the time since then as waited for rows; returns until when."""
@@ -344,7 +286,7 @@ class LearnerLimiter:
     @property
     def unsaid(self) -> bool:
         """Whether the coordinator lacks some of what was ordered here."""
-        return self._sampled != self._told
+        return self.counts.sampled != self.counts.told
 
     def count(self, told: Mapping[int, ShardReport]) -> None:
         """Takes in what shards have answered."""
@@ -363,8 +305,8 @@ class LearnerLimiter:
             if others.moment > self.others.moment:
                 self.others = others
                 if others.rule == self.rule.number and self.divides:
-                    self._lease, self._until = others.lease, others.until
-                    self._enough = (self._lease + self._sampled) // 2
+                    self.counts.grant(others.lease)
+                    self._until = others.until
 
     def report(self, n: int = 0, looks: bool = False) -> LearnerReport:
         """Returns the report to the coordinator, and gives back what the learner does not need beside `n` items.
@@ -372,24 +314,24 @@ class LearnerLimiter:
         For these it waits. The lease of someone who only `looks` around stays as it is.
         """
         with self._lock:
-            sampled, wanted, told = self._sampled, 0, self._told
-            self._told = told if looks else sampled
+            items, batches, counted, sampled, told = self.counts.tell(looks)
+            wanted = 0
             if not looks and self.divides:
                 wanted = n + AHEAD * max(0, sampled - told)
                 # A part that is too small for a batch would be in others' way.
-                self._lease = min(self._lease, sampled + wanted if self._lease - sampled >= n else sampled)
+                self.counts.keep(sampled + wanted if self.counts.lease - sampled >= n else sampled)
             return LearnerReport(
                 self.stream,
                 self.rule.number,
-                self.items,
-                self.batches,
-                self._counted,
+                items,
+                batches,
+                counted,
                 sampled,
                 self._inserted,
                 self.waited,
                 n,
                 wanted,
-                self._lease,
+                self.counts.lease,
                 self.others.moment,
                 time.monotonic(),
             )
@@ -402,29 +344,33 @@ class LearnerLimiter:
     @property
     def drawn(self) -> int:
         """Items that all learners have handed out."""
-        return self.items + self.others.items
+        return self.counts.items + self.others.items
 
     @property
     def counted(self) -> int:
         """Items that all learners have handed out under the present limiter."""
         with self._lock:
-            return self._counted + self.others.sampled * (self.others.rule == self.rule.number)
+            return self.counts.counted + self._counted_by_others
 
     @property
     def sampled(self) -> int:
         """The same, and those that this learner has ordered."""
         with self._lock:
-            return self.counted + self._sampled - self._counted
+            return self.counts.sampled + self._counted_by_others
+
+    @property
+    def _counted_by_others(self) -> int:
+        return self.others.sampled * (self.others.rule == self.rule.number)
 
     @property
     def learners(self) -> int:
         """How many learners have drawn."""
-        return self.others.learners + (self.batches > 0)
+        return self.others.learners + (self.counts.batches > 0)
 
     @property
     def steps(self) -> int:
         """Batches handed out by all learners."""
-        return self.batches + self.others.batches
+        return self.counts.batches + self.others.batches
 
     def needed(self, n: int) -> int:
         """Returns how many items must have become drawable before `n` more may be drawn."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -11,7 +12,6 @@ import torch
 from torchreplay import _C
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.sharded.batch_block import Layout, RaggedItems
-from torchreplay.ray.sharded.rate_limiter import Round
 from torchreplay.ray.sharded.shard_client import Answers, ShardClient
 from torchreplay.ray.sharded.shard_sampler import Answer
 from torchreplay.ray.sharded.shard_wire import ShardReply
@@ -43,7 +43,7 @@ class SampleRequest:
 
     Args:
         union: All shards, as the native core reaches them; None: it does not.
-        round: What counts it, with the number of its items, while it is under way.
+        round: What counts it, with the number of its items, until it is handed out or given up.
         chance: Of its random numbers.
         weights: By what these are divided, as `weights_of` says it.
         beta: The exponent of the weights.
@@ -55,13 +55,17 @@ class SampleRequest:
     """
 
     drawn_from: DrawnFrom  # what the batch's weights were computed from, once it is finished
+    asked_again = False
+    calls: Mapping[int, Any] = MappingProxyType({})  # of shards that were asked each by itself, by number
+    _draw: _C.UnionDraw | None = None  # makes the batch
+    _totals: Mapping[int, float] = MappingProxyType({})  # as the native core has heard them last
 
     def __init__(
         self,
         shards: ShardClient,
         union: _C.UnionShards | None,
         layout: Layout,
-        round: Round,
+        round: _C.Round,
         chance: Chance,
         weights: str,
         beta: float,
@@ -71,19 +75,13 @@ class SampleRequest:
         budget: Mapping[str, int] | None = None,
         draws: _C.DrawsHere | None = None,
     ) -> None:
-        self.round, self.n, self.asked_again = round, (n := round.n), False
+        self.round, self.n = round, (n := round.n)
         self._shards, self._layout, self._chance, self._weights = shards, layout, chance, weights
-        self._beta, self._budget, self.has_budget = beta, budget, bool(budget)
-        self._here, self._slack = here, slack
-        self.calls: dict[int, Any] = {}  # of shards that were asked each by itself, by number
-        self._batch = place
-        self._draw: _C.UnionDraw | None = None  # makes it
-        self._totals: Mapping[int, float] = {}  # as the native core has heard them last
-        self._union = union
+        self._beta, self._budget, self._here, self._slack = beta, budget, here, slack
+        self._batch, self._union = place, union
         if union is None:
             self._order()
             return
-        name = self._weights, *chance, slack
         tensors: list[torch.Tensor] | list[int] | None = None
         if not here:
             if place is None and len(shards.table.entries) > 1:
@@ -92,7 +90,7 @@ class SampleRequest:
             tensors = layout.item_sizes if self._batch is None else layout.tensors(self._batch)
         asked = None
         try:
-            asked = union.draw(n, beta, *name, self._batch, tensors, draws)
+            asked = union.draw(n, beta, weights, *chance, slack, self._batch, tensors, draws)
         except (RuntimeError, ValueError):
             if shards.union_now is union:  # else another thread has attached the shard here, or let go of it
                 raise
@@ -129,7 +127,8 @@ class SampleRequest:
         return self._shards.calls.are_there(self.calls.values())
 
     def give_up(self) -> None:
-        """Has nobody write to the batch's place any more: it is another batch's."""
+        """Counts it as given up, and has nobody write to the batch's place any more: it is another batch's."""
+        self.round.give_up()
         if self._draw is not None:
             self._draw.abandon()
 

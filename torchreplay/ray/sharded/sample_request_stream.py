@@ -102,9 +102,7 @@ class SampleRequestStream:
         if draws is not None:
             draws[1].close()
         while self._ahead:
-            ahead = self._ahead.pop()
-            self._rounds.end(ahead.round)
-            ahead.give_up()
+            self._ahead.pop().give_up()
 
     def _leave(self) -> None:
         """Draws ahead from the only shard no more; batches that were drawn have not been."""
@@ -159,14 +157,13 @@ class SampleRequestStream:
         """
         rounds, ahead, spec, n = self._rounds, self._ahead, self._spec, self._batch_size
         shards = rounds.shards
-        first = ahead[0] if ahead else None
-        if first is None or len(ahead) != self._prefetch or shards.all_here:
+        if not ahead or len(ahead) != self._prefetch or (union := shards.union_now) is None or not union.drawable:
             return None
-        union = shards.union_now
-        if union is None or not union.drawable or not shards.limiter.covers(n):
+        first, limiter, here = ahead[0], shards.limiter, shards.local.shard is not None
+        if not limiter.covers(n):
             return None
         beta, draws = rounds.exponent(None, len(ahead)), self._draws_here()
-        ahead.append(rounds.begin(n, None, beta, spec.place(), spec.budget, draws, union))
+        ahead.append(rounds.ask(n, limiter, union, beta, here, spec.place(), spec.budget, draws))
         shards.report()
         batch = first.made_within(self._patience)
         if batch is None or not ahead or ahead[0] is not first:

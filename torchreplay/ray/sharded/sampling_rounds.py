@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,7 +11,6 @@ from torchreplay import _C
 from torchreplay.buffer.base import MAX_BATCH, BatchSource
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.sharded.batch_block import Layout
-from torchreplay.ray.sharded.rate_limiter import Round
 from torchreplay.ray.sharded.sample_request import LEAST_SLACK, SampleRequest, weights_of
 from torchreplay.ray.sharded.shard_client import ShardClient
 from torchreplay.schema.batch import ReplayBatch
@@ -23,6 +21,7 @@ from torchreplay.segment.waits import Wait
 if TYPE_CHECKING:
     from torchreplay._C import DrawnFrom
     from torchreplay.buffer.local_sampler import Into
+    from torchreplay.ray.sharded.rate_limiter import LearnerLimiter
 
 POLL: Final = 0.02
 """Seconds between two looks at the shards while too few items are in."""
@@ -44,11 +43,7 @@ class SamplingRounds(BatchSource):
         self._finish = config.finish
         self.is_linked = config.view.roles(config.fields) is not None
         self._weights = weights_of(config.sampler)
-        # Nothing is called under it. So a signal handler, or the collection of a stream, in the same thread comes
-        # before or after.
-        self._lock = threading.RLock()
-        self.made_here = 0  # batches drawn by this object; `made` counts those by whom it goes on from, too
-        self._made = self._next = self._under_way = 0  # batches, the next round's number, and rounds that are neither
+        self._steps = _C.DrawSteps()
         self._slack = 1.0
         self._stream: int | None = None
 
@@ -63,12 +58,12 @@ class SamplingRounds(BatchSource):
 
     @property
     def made(self) -> int:
-        """Batches drawn."""
-        return self._made
+        """Batches drawn, those by whom it goes on from, too."""
+        return self._steps.made
 
     @made.setter
     def made(self, step: int) -> None:
-        self._made, self._next = step, step + self._under_way
+        self._steps.go_on_from(step)
 
     def exponent(self, beta: Schedule | None = None, ahead: int = 0) -> float:
         """Returns the exponent of the weights of a batch that comes after `ahead` others: `beta`, or the sampler's."""
@@ -92,11 +87,9 @@ class SamplingRounds(BatchSource):
 
     def count(self, batch: ReplayBatch) -> None:
         """Counts a batch of the only shard as drawn, and signs it."""
-        with self._lock:
-            self.made_here += 1
-            self._made += 1
-            self._next += 1
-        if self.shards.limiter.count_batch(batch["key"].shape[0]):
+        counts = self.shards.limiter.counts
+        counts.count(batch["key"].shape[0], self._steps)
+        if counts.is_short:
             self.shards.alone()
         self.shards.report_later()  # there may be no next one for long
         batch.source = self.nonce
@@ -151,18 +144,28 @@ class SamplingRounds(BatchSource):
         if union is None:
             here = shards.local.try_attach(wait)
             union = shards.union(self._layout)
-        limiter, ahead = shards.limiter, Round(n, self.end)
+        return self.ask(n, shards.limiter, union, beta, here, place, budget, draws)
+
+    def ask(
+        self,
+        n: int,
+        limiter: LearnerLimiter,
+        union: _C.UnionShards | None,
+        beta: float,
+        here: bool,
+        place: ReplayBatch | None,
+        budget: Mapping[str, int] | None,
+        draws: _C.DrawsHere | None,
+    ) -> SampleRequest:
+        """Does what `begin` does, once it is known what reaches the shards, and whether one is `here`."""
+        ahead, weights = limiter.counts.begin(n, self._steps), self._weights
         try:
-            with self._lock:
-                ahead.step, self._next = self._next, self._next + 1
-                self._under_way += 1
-            limiter.begin(ahead)
-            chance, weights = (self.seed, self.stream, ahead.step), self._weights
+            chance = self.seed, limiter.stream if self._stream is None else self._stream, ahead.step
             return SampleRequest(
-                shards, union, self._layout, ahead, chance, weights, beta, self._slack, here, place, budget, draws
+                self.shards, union, self._layout, ahead, chance, weights, beta, self._slack, here, place, budget, draws
             )
         except BaseException:
-            self.end(ahead)
+            ahead.give_up()
             raise
 
     def take(self, ordered: SampleRequest, wait: Wait, finish: bool = True) -> ReplayBatch | None:
@@ -172,24 +175,19 @@ class SamplingRounds(BatchSource):
         """
         try:
             batch = ordered.finish(wait)
-            if batch is not None and ordered.has_budget:
-                self.shards.limiter.shorten(ordered.round, batch.batch_size)
+            if batch is not None and batch.batch_size != ordered.n:  # the others are beyond the budget
+                ordered.round.shorten(batch.batch_size)
         except BaseException:
-            self._drop(ordered)
+            ordered.give_up()
             raise
         if batch is None:
-            self._drop(ordered)
+            ordered.give_up()
             return None
         return self.taken(ordered, batch, finish)
 
-    def _drop(self, ordered: SampleRequest) -> None:
-        self.end(ordered.round)
-        ordered.give_up()
-
     def taken(self, ordered: SampleRequest, batch: ReplayBatch, finish: bool = True) -> ReplayBatch:
         """Counts a batch that was ordered as drawn, and returns it."""
-        ordered.round.drawn = True
-        self.end(ordered.round)
+        ordered.round.hand_out()
         self._slack = min(1.0, self._slack * 4) if ordered.asked_again else max(LEAST_SLACK, self._slack * 0.75)
         batch.source = self.nonce
         return self.finished(batch, finish)
@@ -201,20 +199,6 @@ class SamplingRounds(BatchSource):
         if self.is_linked:
             self.note_items(batch)
         return batch
-
-    def end(self, ahead: Round) -> None:
-        """Counts a round that is no longer under way, drawn or given up. Idempotent."""
-        self.shards.limiter.end(ahead)
-        with self._lock:
-            if ahead.step < 0:
-                return
-            self._under_way -= 1
-            if ahead.drawn:
-                self.made_here += 1
-                self._made += 1
-            elif ahead.step == self._next - 1:  # another one's would be used twice
-                self._next = ahead.step
-            ahead.step = -1
 
     def _wait_for_rows(self, n: int, wait: Wait) -> None:
         self._look(n, wait)

@@ -174,7 +174,7 @@ class ShardClient(CoordinatorView):
         if here is None or len(table.entries) != 1 or here.number not in table.entries or self.closed:
             return None
         now = time.monotonic()
-        if self.limiter.short or now - self._seen_at >= self._report_seconds:
+        if self.limiter.counts.is_short or now - self._seen_at >= self._report_seconds:
             self.refresh()
             if not self._reports:
                 self.coordinator.require_own_process()
@@ -239,7 +239,7 @@ class ShardClient(CoordinatorView):
     def union(self, layout: Layout) -> _C.UnionShards | None:
         """Returns all shards as the native core reaches them; None where it does not, or not in one go.
 
-        Then `order` does. So it is where Ray has to be asked, and for values of any length.
+        Then `order` does. So it is where Ray has to be asked, for values of any length, and for the only shard, here.
         """
         self.coordinator.require_own_process()
         table, here, before = self.table, self.local.shard, None
@@ -249,7 +249,7 @@ class ShardClient(CoordinatorView):
             known, _, last = self._union
             before = last if known.rule.cleared == table.rule.cleared else None
             self._leave_union()  # the largest priority is heard of, too
-        if layout.is_ragged or not table.entries or (here and not self._is_alive(here)):
+        if layout.is_ragged or not table.entries or self.all_here or (here and not self._is_alive(here)):
             return None
         shards: list[tuple[int, _C.Link | None]] = []
         with self._lock:

@@ -55,9 +55,8 @@ class ShardFeedback:
         """Has the native core feed back to all shards, or to the only one, as to a buffer; returns whether it could."""
         if self._deferred.waiting or (isinstance(td, torch.Tensor) and td.is_cuda):
             return False
-        if not self._shards.all_here:
-            union = self._shards.union_now
-            sent = None if union is None else union.feed_back(batch_or_keys, td, self._nonce)
+        if (union := self._shards.union_now) is not None:
+            sent = union.feed_back(batch_or_keys, td, self._nonce)
             if sent is None:  # something is wrong: `send` finds out what
                 return False
             self._calls.extend(sent)
