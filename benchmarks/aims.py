@@ -89,7 +89,10 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
     },
     ("shards", "small rows, 256, three nodes: prefetch=2"): (Aim(1000.0),),
     ("shards", "small rows, 256, three nodes: prefetch=2, feedback"): (Aim(800.0),),
-    **{("shards", f"{size}, three nodes: waits"): (Aim(2.0),) for size in ("small rows, 256", "Atari rows, 64")},
+    **{
+        ("shards", f"{size}, three nodes: waits: asks when none is ready"): (Aim(2.0),)
+        for size in ("small rows, 256", "Atari rows, 64")
+    },
     **{
         ("shards", f"a limiter of all nodes, two learners, 64: {way}"): (Aim(5000.0),)
         for way in ("sample", "prefetch=2")

@@ -3,8 +3,8 @@
 The nodes are Ray's, on this machine. In each round of a line all candidates take turns. Where the only shard is on
 the learner's node, a `ReplayBuffer` of as many rows stands beside it. Where shards are elsewhere, a bare socket and an
 actor of Ray's bring as many bytes as a batch has. They do so one batch at a time, into memory that is there. Then it
-measures how long a learner with steps waits for batches of three nodes, and of a `ReplayBuffer`. It prints one JSON
-object.
+measures how long a learner with steps waits and asks for batches of three nodes, and of a `ReplayBuffer`. It prints one
+JSON object.
 """
 
 import argparse
@@ -117,21 +117,28 @@ def _bytes_of_a_batch(sender: Any, ask: Ask, nbytes: int) -> dict[str, Turn]:
     }
 
 
-def _waits(replay: Any, batch_size: int, seconds: float) -> float:
-    """Returns the percentage of its time that a learner asks for batches, and gives TD errors back."""
-    batches, td, waited = iter(tr.ReplayDataset(replay, batch_size, prefetch=2)), torch.rand(batch_size), 0.0
-    for _ in range(WARM_UP):
-        next(batches)
-        time.sleep(STEP)
-    start = time.perf_counter()
-    while (before := time.perf_counter()) < start + seconds:
+def _waits(replay: Any, batch_size: int, seconds: float) -> tuple[float, float]:
+    """Returns the percentages of its time that a learner with steps asks for batches when none is ready, and at all.
+
+    The latter takes in the TD errors that it gives back.
+    """
+    dataset, td = tr.ReplayDataset(replay, batch_size, prefetch=2), torch.rand(batch_size)
+    batches, asked, waited = iter(dataset), 0.0, 0.0
+    for turn in range(WARM_UP + round(seconds / STEP)):
+        if turn == WARM_UP:
+            start, asked, waited = time.perf_counter(), 0.0, 0.0
+        is_ready = bool(turn % 2) or dataset.ready > 0  # half of the turns: a look brings code to the caches
+        before = time.perf_counter()
         batch = next(batches)
         given = time.perf_counter()
         time.sleep(STEP)  # as if a device computed: the cores here are those of three nodes
         done = time.perf_counter()
         replay.update_priorities(batch, td)
-        waited += given - before + time.perf_counter() - done
-    return 100 * waited / (time.perf_counter() - start)
+        if turn % 2:
+            asked += given - before + time.perf_counter() - done
+        waited += 0.0 if is_ready else given - before
+    whole = time.perf_counter() - start
+    return 200 * waited / whole, 200 * asked / whole
 
 
 def _beside_a_buffer(name: str, replay: ShardedReplay, buffer: Any, n: int, options: argparse.Namespace) -> Figures:
@@ -183,11 +190,14 @@ def _measure(nodes: Sequence[str], options: argparse.Namespace) -> Figures:
                 if len(which) == len(nodes):
                     _fill(buffer, workload, rows)
                     both = {OURS: replay, BUFFER: buffer}
-                    waits = [
+                    shares = [
                         {candidate: _waits(each, n, 2 * options.seconds) for candidate, each in both.items()}
                         for _ in range(options.rounds)
                     ]
-                    figures[f"{name}: waits"] = {candidate: [each[candidate] for each in waits] for candidate in both}
+                    for at, line in enumerate(("waits: asks when none is ready", "asks and feeds back, steps of 5 ms")):
+                        figures[f"{name}: {line}"] = {
+                            candidate: [each[candidate][at] for each in shares] for candidate in both
+                        }
     return figures
 
 

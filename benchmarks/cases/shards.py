@@ -28,5 +28,5 @@ def _lines(module: str, plan: Plan, share: float, prefix: str = "") -> Iterator[
     limit = START + 50 * plan.contest_rounds * plan.contest_seconds
     lines: dict[str, dict[str, list[float]]] = run_module(f"benchmarks.{module}", options, limit)
     for place, (name, samples) in enumerate(lines.items()):
-        is_rate, note = not name.endswith("waits"), "" if place else NOTE
+        is_rate, note = " asks " not in name, "" if place else NOTE
         yield Line("shards", prefix + name, "/s" if is_rate else "%", samples, higher_is_better=is_rate, note=note)
