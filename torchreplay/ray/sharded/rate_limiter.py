@@ -255,8 +255,9 @@ class LearnerLimiter:
             if rule.number > self.rule.number:
                 if rule.cleared > self.rule.cleared:
                     self.largest = 1.0  # as in a new buffer
+                self._until = 0.0
+                self.counts.restart(rule.number)  # first: after an exception of a handler it is done again
                 self.rule, self.divides = rule, rule.divides
-                self.counts.restart(rule.number)
 
     def covers(self, n: int) -> bool:
         """Returns whether `n` more items may be drawn, and nobody has to be asked."""

@@ -77,7 +77,7 @@ class SampleRequest:
     ) -> None:
         self.round, self.n = round, (n := round.n)
         self._shards, self._layout, self._chance, self._weights = shards, layout, chance, weights
-        self._beta, self._budget, self._here, self._slack = beta, budget, here, slack
+        self._beta, self.budget, self._here, self._slack = beta, budget, here, slack
         self._batch, self._union = place, union
         if union is None:
             self._order()
@@ -206,8 +206,8 @@ class SampleRequest:
             for (_, block), which in zip(answers, chosen, strict=True)
             if isinstance(block, RaggedItems)
         ]
-        if self._budget:  # items of one shard lie together: in that order its values would be left out each time
-            stays = layout.within(parts, self._budget, np.random.default_rng(self._chance).permutation(self.n))
+        if self.budget:  # items of one shard lie together: in that order its values would be left out each time
+            stays = layout.within(parts, self.budget, np.random.default_rng(self._chance).permutation(self.n))
             batch = layout.fixed(batch, stays)
             if self._weights == "batch":
                 batch["weight"] /= batch["weight"].max()

@@ -175,7 +175,7 @@ class SamplingRounds(BatchSource):
         """
         try:
             batch = ordered.finish(wait)
-            if batch is not None and batch.batch_size != ordered.n:  # the others are beyond the budget
+            if batch is not None and ordered.budget:
                 ordered.round.shorten(batch.batch_size)
         except BaseException:
             ordered.give_up()
