@@ -224,10 +224,11 @@ PyObject* make_module() {
     for (PyType_Spec* spec : {&segment::spec, &importing::spec, &prefetcher::spec, &writer::spec, &weights::spec,
                               &reader::spec, &wire::exchange_spec, &wire::link_spec, &wire::reply_spec,
                               &union_draw::spec, &union_shards::spec, &union_shards::draws_spec, &shard_service::spec,
-                              &counting::counts_spec, &counting::steps_spec, &counting::round_spec}) {
+                              &tally::tally_spec, &tally::steps_spec, &tally::round_spec}) {
       Ref type(checked(PyType_FromSpec(spec)));
       if (spec == &union_draw::spec) union_draw::type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type.get()));
-      if (spec == &counting::round_spec) counting::round_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type.get()));
+      if (spec == &tally::steps_spec) tally::steps_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type.get()));
+      if (spec == &tally::round_spec) tally::round_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type.get()));
       if (spec == &wire::reply_spec) wire::reply_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type.get()));
       if (PyModule_AddType(m.get(), reinterpret_cast<PyTypeObject*>(type.get()))) throw PythonError{};
     }

@@ -14,6 +14,7 @@ struct DrawTally {
   int64_t counted = 0;             // of these, those handed out
   int64_t items = 0, batches = 0;  // handed out under any limiter
   int64_t lease = 0;               // items up to which it may order
+  double until = 0;                // when that ends, in seconds of the caller's clock
   int64_t enough = 0;              // up to which it need not ask for more
   int64_t told = 0;                // `sampled`, as it was reported last
 
@@ -21,11 +22,14 @@ struct DrawTally {
   void restart(int64_t number) {
     rule = number;
     sampled = counted = lease = enough = told = 0;
+    until = 0;
   }
-  void grant(int64_t most) {
+  void grant(int64_t most, double end) {
     lease = most;
+    until = end;
     enough = (lease + sampled) / 2;
   }
+  bool covers(int64_t n, double now) const { return sampled + n <= lease && now < until; }
   void hand_out(int64_t n, bool is_counted) {
     items += n;
     batches++;
@@ -48,9 +52,9 @@ struct DrawSteps {
 // A batch under way: counted as ordered until it is handed out or given up, once. Nobody holds it: it is given up.
 class CountedRound {
  public:
-  CountedRound(std::shared_ptr<DrawTally> counts, std::shared_ptr<DrawSteps> steps, int64_t n)
-      : counts_(std::move(counts)), steps_(std::move(steps)), n_(n), rule_(counts_->rule) {
-    counts_->sampled += n_;
+  CountedRound(std::shared_ptr<DrawTally> tally, std::shared_ptr<DrawSteps> steps, int64_t n)
+      : tally_(std::move(tally)), steps_(std::move(steps)), n_(n), rule_(tally_->rule) {
+    tally_->sampled += n_;
     if (!steps_) return;
     step_ = steps_->next++;
     steps_->under_way++;
@@ -62,33 +66,33 @@ class CountedRound {
   int64_t step() const { return step_; }
 
   void hand_out() {
-    if (!counts_) return;
-    counts_->hand_out(n_, is_counted());
-    counts_.reset();
+    if (!tally_) return;
+    tally_->hand_out(n_, is_counted());
+    tally_.reset();
     if (!steps_) return;
     steps_->under_way--;
     steps_->made++;
   }
 
   void give_up() {
-    if (!counts_) return;
-    if (is_counted()) counts_->sampled -= n_;
-    counts_.reset();
+    if (!tally_) return;
+    if (is_counted()) tally_->sampled -= n_;
+    tally_.reset();
     if (!steps_) return;
     steps_->under_way--;
     if (step_ == steps_->next - 1) steps_->next = step_;  // another one's would be used twice
   }
 
-  // It has only so many items.
+  // It has only so many items, no more than it was begun with.
   void shorten(int64_t n) {
-    if (counts_ && is_counted()) counts_->sampled -= n_ - n;
+    if (tally_ && is_counted()) tally_->sampled -= n_ - n;
     n_ = n;
   }
 
  private:
-  bool is_counted() const { return counts_->rule == rule_; }
+  bool is_counted() const { return tally_->rule == rule_; }
 
-  std::shared_ptr<DrawTally> counts_;  // nullptr: it is counted no more
+  std::shared_ptr<DrawTally> tally_;  // nullptr: it is counted no more
   std::shared_ptr<DrawSteps> steps_;
   int64_t n_;
   const int64_t rule_;

@@ -13,7 +13,7 @@ def write(shards, count):
 
 def hand_out(limiter, n):
     """Counts a batch of `n` items."""
-    limiter.counts.begin(n, None).hand_out()
+    limiter.tally.begin(n, None).hand_out()
 
 
 def die(coordinator, number):

@@ -90,10 +90,12 @@ BOOST_AUTO_TEST_CASE(no_step_is_used_twice_and_the_last_one_given_up_is_free_aga
 BOOST_AUTO_TEST_CASE(a_lease_is_asked_for_anew_once_half_of_what_is_left_is_ordered) {
   auto tally = std::make_shared<DrawTally>();
   CountedRound(tally, nullptr, 40).hand_out();
-  tally->grant(100);
+  tally->grant(100, 7.0);
   BOOST_TEST((tally->lease == 100 && tally->enough == 70));
+  BOOST_TEST((tally->covers(60, 6.9) && !tally->covers(61, 6.9) && !tally->covers(60, 7.0)));
   tally->restart(1);
   BOOST_TEST((tally->lease == 0 && tally->enough == 0 && tally->sampled == 0 && tally->items == 40));
+  BOOST_TEST(!tally->covers(0, 1.0));  // a lease ends with its limiter
 }
 
 BOOST_AUTO_TEST_SUITE_END()

@@ -35,7 +35,7 @@ class Learner:
 
     def draw(self, n):
         if self.limiter.admits(n):
-            self.limiter.counts.count(n, None)
+            self.limiter.tally.count(n, None)
             self.drawn += n
             return True
         return False
@@ -167,7 +167,7 @@ def test_a_lease_grows_with_what_is_drawn_so_that_few_reports_are_needed(clock):
     coordinator, inserted = GlobalRateLimiter(Rule(limiter)), {0: 1_000_000}
     learner, reports = Learner(Rule(limiter), 0), 0
     for _ in range(5000):
-        if not learner.limiter.covers(64) or learner.limiter.counts.is_short:
+        if not learner.limiter.covers(64) or learner.limiter.tally.is_short:
             learner.ask(coordinator, inserted, 0 if learner.limiter.covers(64) else 64)
             reports += 1
         assert learner.draw(64)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from local_cluster import LocalCluster
 
 import torchreplay as tr
+from torchreplay import _C
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.ray import ShardedReplay
@@ -20,7 +21,7 @@ def figures(inserted=0, largest=1.0):
 
 
 def begin(learner, n):
-    return learner.counts.begin(n, None)
+    return learner.tally.begin(n, None)
 
 
 def end(ahead, drawn):
@@ -343,7 +344,7 @@ def test_rounds_that_are_given_up_count_for_no_limiter():
         union.report()
         other.hear(union.counted.hear(other.report()))
         assert learner.sampled == own
-        assert (other.sampled, other.drawn) == (told, learner.counts.items)
+        assert (other.sampled, other.drawn) == (told, learner.tally.items)
 
     def change(number, ratio):
         rule = Rule(tr.SamplesPerInsert(ratio, 10), number)
@@ -371,7 +372,32 @@ def test_rounds_that_are_given_up_count_for_no_limiter():
     assert_sampled(64, 64)
     end(begin(learner, 64), drawn=False)
     assert_sampled(64, 64)
-    assert (learner.counts.items, learner.counts.batches) == (4 * 64, 4)
+    assert (learner.tally.items, learner.tally.batches) == (4 * 64, 4)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda tally: tally.begin(-1, None),
+        lambda tally: tally.begin(1 << 40, None),
+        lambda tally: tally.begin(1, 5),
+        lambda tally: tally.begin(1, tally),
+        lambda tally: tally.count(1, tally.begin(1, None)),
+        lambda tally: tally.begin(1, None).shorten(2),
+        lambda tally: tally.grant(1 << 62, 0.0),
+        lambda tally: tally.grant(-1, 0.0),
+        lambda tally: tally.keep(-1),
+        lambda tally: _C.DrawSteps().go_on_from(-1),
+        lambda tally: _C.Round().hand_out(),
+    ],
+)
+def test_what_no_learner_can_have_drawn_is_refused_and_changes_nothing(call):
+    tally = _C.DrawTally()
+    tally.grant(100, 1.0)
+    before = tally.tell(True), tally.lease
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        call(tally)
+    assert (tally.tell(True), tally.lease) == before
 
 
 def test_a_ratio_that_hardly_draws_admits_everything():

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from torchreplay.ray.sharded import (
     sharded_sampler,
 )
 from torchreplay.ray.sharded.local_shard import Gone
-from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, Rule
+from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, Rule, Totals
 from torchreplay.ray.sharded.reply_collector import ReplyCollector
 from torchreplay.ray.sharded.sample_request_stream import SampleRequestStream
 from torchreplay.ray.sharded.shard_feedback import ShardFeedback
@@ -211,7 +212,7 @@ def test_while_no_shard_answers_a_draw_keeps_to_its_timeout_and_asks_now_and_the
     with pytest.raises(tr.ReplayTimeout, match="no shard has answered with items for a batch of 8 in time"):
         next(stream_of(sampler, timeout=0.5)) if streamed else sampler.draw(8, None, Wait(shards, 0.5))
     assert 2 < len(asked) < 200
-    assert (shards.limiter.counts.items, sampler.made) == (0, 0)
+    assert (shards.limiter.tally.items, sampler.made) == (0, 0)
     shards.close()
 
 
@@ -234,7 +235,7 @@ def test_ctrl_c_while_rounds_ahead_are_fetched_leaves_none_counted_as_drawn():
     assert len(next(stream)["key"]) == 8
     stream.close()
     limiter = shards.limiter
-    assert (limiter.counts.items, limiter.sampled - limiter.counts.items, limiter.sampled) == (24, 0, 24)
+    assert (limiter.tally.items, limiter.sampled - limiter.tally.items, limiter.sampled) == (24, 0, 24)
     assert sampler.made == 3
     shards.close()
 
@@ -288,10 +289,24 @@ def test_a_handler_that_draws_in_the_midst_of_a_draw_gets_a_batch_and_no_step_is
     assert at > 30
     assert len(drawn) == 2 * at - 1
     assert all(isinstance(batch, ReplayBatch) and len(batch["key"]) == 8 for batch in drawn)
-    assert sampler.made == shards.limiter.counts.batches == len(drawn)
+    assert sampler.made == shards.limiter.tally.batches == len(drawn)
     assert sorted(steps) == list(range(len(drawn)))
-    assert (shards.limiter.counts.items, shards.limiter.sampled - shards.limiter.counts.items) == (8 * len(drawn), 0)
+    assert (shards.limiter.tally.items, shards.limiter.sampled - shards.limiter.tally.items) == (8 * len(drawn), 0)
     shards.close()
+
+
+def test_an_exception_of_a_handler_leaves_no_lease_without_its_end():
+    at, is_left = 1, True
+    while is_left:
+        limiter = LearnerLimiter(Rule(tr.MinSize()), 0)
+        limiter.count_inserted({0: 100})
+        assert limiter.admits(8)  # for as long as this limiter is kept to
+        limiter.change(limiter.rule.followed_by(tr.SamplesPerInsert(2.0, 10), 100))
+        late = Totals(1, limiter.rule.number, lease=64, until=time.monotonic() - 1)
+        is_left = reaches(lambda: limiter.hear(late), at)  # noqa: B023 - it is called at once
+        assert not limiter.covers(1)
+        at += 1
+    assert at > 4
 
 
 @pytest.mark.timeout(60)
@@ -317,9 +332,9 @@ def test_an_exception_of_a_handler_at_any_call_leaves_no_round_under_way(prefetc
     while reaches(call, at):
         at += 1
         gc.collect()
-        assert (sampler._steps.under_way, shards.limiter.sampled - shards.limiter.counts.items) == (0, 0)
+        assert (sampler._steps.under_way, shards.limiter.sampled - shards.limiter.tally.items) == (0, 0)
     assert at > 30
-    assert sampler.made == shards.limiter.counts.batches
+    assert sampler.made == shards.limiter.tally.batches
     shards.close()
 
 
@@ -338,8 +353,8 @@ def test_a_stream_goes_on_after_an_exception_of_a_handler_at_any_call(sizes):
     assert at > 30
     stream.close()
     gc.collect()
-    assert (sampler._steps.under_way, shards.limiter.sampled - shards.limiter.counts.items) == (0, 0)
-    assert sampler.made == shards.limiter.counts.batches
+    assert (sampler._steps.under_way, shards.limiter.sampled - shards.limiter.tally.items) == (0, 0)
+    assert sampler.made == shards.limiter.tally.batches
     shards.close()
 
 

@@ -112,8 +112,7 @@ class CoordinatorView(ABC):
         if limiter is None:  # there is nothing to report
             return
         if not n and not last and limiter.silent:  # nobody waits for it
-            if self._late is None:
-                self.report_later()
+            self.report_later()
             return
         if self._reports:
             self.refresh()
@@ -141,7 +140,7 @@ class CoordinatorView(ABC):
 
     def _is_due(self, now: float) -> bool:
         """Whether it is time for a report."""
-        return self.limiter.counts.is_short or now - self._reported_at >= self._report_seconds
+        return self.limiter.tally.is_short or now - self._reported_at >= self._report_seconds
 
     @property
     def _report_seconds(self) -> float:

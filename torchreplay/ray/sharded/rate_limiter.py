@@ -241,13 +241,12 @@ class LearnerLimiter:
         self._lock = threading.RLock()  # a signal handler may draw, too
         self.rule, self.divides = rule, rule.divides
         self.others = Totals()  # what others have drawn
-        self.counts = _C.DrawTally()  # of this learner's items and batches, under this rule and in all
-        self.counts.restart(rule.number)
+        self.tally = _C.DrawTally()  # of this learner's items and batches, under this rule and in all
+        self.tally.restart(rule.number)
         self.largest = 1.0  # the largest raw priority heard of
         self.waited = 0.0  # seconds that this learner has waited for rows
         self.stream = stream  # which no other process has
         self._inserted: Mapping[int, int] = {}  # by shard
-        self._until = 0.0  # when its lease ends
 
     def change(self, rule: Rule) -> None:
         """Keeps to another limiter from now on, if it is newer."""
@@ -255,27 +254,24 @@ class LearnerLimiter:
             if rule.number > self.rule.number:
                 if rule.cleared > self.rule.cleared:
                     self.largest = 1.0  # as in a new buffer
-                self._until = 0.0
-                self.counts.restart(rule.number)  # first: after an exception of a handler it is done again
+                self.tally.restart(rule.number)  # first: after an exception of a handler it is done again
                 self.rule, self.divides = rule, rule.divides
 
     def covers(self, n: int) -> bool:
         """Returns whether `n` more items may be drawn, and nobody has to be asked."""
-        counts = self.counts
-        return counts.sampled + n <= counts.lease and time.monotonic() < self._until
+        return self.tally.covers(n, time.monotonic())
 
     def admits(self, n: int) -> bool:
         """Returns whether `n` more items may be drawn, as far as is known."""
         with self._lock:
             if not self.divides and self.inserted >= self.needed(n):  # for as long as this limiter is kept to
-                self.counts.grant(MOST)
-                self._until = math.inf
+                self.tally.grant(MOST, math.inf)
             return self.covers(n)
 
     @property
     def silent(self) -> bool:
         """Whether nobody needs to hear soon of what is drawn here, and all know that something is."""
-        return not self.divides and self.counts.told > 0 and not self.counts.is_short
+        return not self.divides and self.tally.told > 0 and not self.tally.is_short
 
     def count_wait(self, since: float) -> float:
         """Counts the time since then as waited for rows; returns until when."""
@@ -287,7 +283,7 @@ class LearnerLimiter:
     @property
     def unsaid(self) -> bool:
         """Whether the coordinator lacks some of what was ordered here."""
-        return self.counts.sampled != self.counts.told
+        return self.tally.sampled != self.tally.told
 
     def count(self, told: Mapping[int, ShardReport]) -> None:
         """Takes in what shards have answered."""
@@ -306,8 +302,7 @@ class LearnerLimiter:
             if others.moment > self.others.moment:
                 self.others = others
                 if others.rule == self.rule.number and self.divides:
-                    self.counts.grant(others.lease)
-                    self._until = others.until
+                    self.tally.grant(others.lease, others.until)
 
     def report(self, n: int = 0, looks: bool = False) -> LearnerReport:
         """Returns the report to the coordinator, and gives back what the learner does not need beside `n` items.
@@ -315,12 +310,12 @@ class LearnerLimiter:
         For these it waits. The lease of someone who only `looks` around stays as it is.
         """
         with self._lock:
-            items, batches, counted, sampled, told = self.counts.tell(looks)
+            items, batches, counted, sampled, told = self.tally.tell(looks)
             wanted = 0
             if not looks and self.divides:
                 wanted = n + AHEAD * max(0, sampled - told)
                 # A part that is too small for a batch would be in others' way.
-                self.counts.keep(sampled + wanted if self.counts.lease - sampled >= n else sampled)
+                self.tally.keep(sampled + wanted if self.tally.lease - sampled >= n else sampled)
             return LearnerReport(
                 self.stream,
                 self.rule.number,
@@ -332,7 +327,7 @@ class LearnerLimiter:
                 self.waited,
                 n,
                 wanted,
-                self.counts.lease,
+                self.tally.lease,
                 self.others.moment,
                 time.monotonic(),
             )
@@ -345,19 +340,19 @@ class LearnerLimiter:
     @property
     def drawn(self) -> int:
         """Items that all learners have handed out."""
-        return self.counts.items + self.others.items
+        return self.tally.items + self.others.items
 
     @property
     def counted(self) -> int:
         """Items that all learners have handed out under the present limiter."""
         with self._lock:
-            return self.counts.counted + self._counted_by_others
+            return self.tally.counted + self._counted_by_others
 
     @property
     def sampled(self) -> int:
         """The same, and those that this learner has ordered."""
         with self._lock:
-            return self.counts.sampled + self._counted_by_others
+            return self.tally.sampled + self._counted_by_others
 
     @property
     def _counted_by_others(self) -> int:
@@ -366,12 +361,12 @@ class LearnerLimiter:
     @property
     def learners(self) -> int:
         """How many learners have drawn."""
-        return self.others.learners + (self.counts.batches > 0)
+        return self.others.learners + (self.tally.batches > 0)
 
     @property
     def steps(self) -> int:
         """Batches handed out by all learners."""
-        return self.counts.batches + self.others.batches
+        return self.tally.batches + self.others.batches
 
     def needed(self, n: int) -> int:
         """Returns how many items must have become drawable before `n` more may be drawn."""

@@ -87,9 +87,9 @@ class SamplingRounds(BatchSource):
 
     def count(self, batch: ReplayBatch) -> None:
         """Counts a batch of the only shard as drawn, and signs it."""
-        counts = self.shards.limiter.counts
-        counts.count(batch["key"].shape[0], self._steps)
-        if counts.is_short:
+        tally = self.shards.limiter.tally
+        tally.count(batch["key"].shape[0], self._steps)
+        if tally.is_short:
             self.shards.alone()
         self.shards.report_later()  # there may be no next one for long
         batch.source = self.nonce
@@ -158,7 +158,7 @@ class SamplingRounds(BatchSource):
         draws: _C.DrawsHere | None,
     ) -> SampleRequest:
         """Does what `begin` does, once it is known what reaches the shards, and whether one is `here`."""
-        ahead, weights = limiter.counts.begin(n, self._steps), self._weights
+        ahead, weights = limiter.tally.begin(n, self._steps), self._weights
         try:
             chance = self.seed, limiter.stream if self._stream is None else self._stream, ahead.step
             return SampleRequest(

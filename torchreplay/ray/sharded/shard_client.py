@@ -174,7 +174,7 @@ class ShardClient(CoordinatorView):
         if here is None or len(table.entries) != 1 or here.number not in table.entries or self.closed:
             return None
         now = time.monotonic()
-        if self.limiter.counts.is_short or now - self._seen_at >= self._report_seconds:
+        if self.limiter.tally.is_short or now - self._seen_at >= self._report_seconds:
             self.refresh()
             if not self._reports:
                 self.coordinator.require_own_process()
@@ -239,7 +239,7 @@ class ShardClient(CoordinatorView):
     def union(self, layout: Layout) -> _C.UnionShards | None:
         """Returns all shards as the native core reaches them; None where it does not, or not in one go.
 
-        Then `order` does. So it is where Ray has to be asked, for values of any length, and for the only shard, here.
+        Then `order` does: where Ray has to be asked, with values of any length, and where the only shard is here.
         """
         self.coordinator.require_own_process()
         table, here, before = self.table, self.local.shard, None

@@ -376,7 +376,7 @@ class ShardedReplay(ShardedRows, Replay):
         self._feedback.apply_arrived()
         self._feedback.hear(0)
         shards.exchange()
-        asked = shards.limiter.counts.batches, shards.rounds, shards.connections.carried
+        asked = shards.limiter.tally.batches, shards.rounds, shards.connections.carried
         return summed(shards.figures, shards.look(), self._capacity, self._count, shards.limiter, asked)
 
     @property
