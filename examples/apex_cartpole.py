@@ -87,6 +87,9 @@ class Args:
         for name, value in vars(self).items():
             if type(value) is int and value < (least := 0 if name == "seed" else 1):
                 raise ValueError(f"{name}={value}: expected a whole number of at least {least}")
+        for name in ("epsilon", "gamma"):
+            if not 0 <= (share := getattr(self, name)) <= 1:
+                raise ValueError(f"{name}={share}: expected 0 to 1")
 
 
 class QNetwork(nn.Sequential):

@@ -79,6 +79,13 @@ def test_a_number_that_no_run_could_use_is_refused_with_what_is_expected(name, m
     assert parsed(name, monkeypatch, "--total-steps", "1", "--seed", "0").total_steps == 1
 
 
+@pytest.mark.parametrize("name", ["apex_cartpole"], indirect=True)
+@pytest.mark.parametrize("given", ["gamma=1.5", "gamma=nan", "epsilon=-0.1"])
+def test_a_share_that_is_none_is_refused_with_what_is_expected(name, given, monkeypatch, capsys):
+    field, value = given.split("=")
+    assert f"{given}: expected 0 to 1" in refusal(name, monkeypatch, capsys, f"--{field}", value)
+
+
 @pytest.mark.parametrize("name", NAMES, indirect=True)
 def test_what_is_no_number_or_no_flag_is_refused_by_name(name, monkeypatch, capsys):
     assert "--batch-size: invalid literal for int() with base 10: 'many'" in refusal(

@@ -267,7 +267,7 @@ def test_after_a_clear_it_counts_as_that_of_a_new_union(limiter):
     assert held[0] == held[1] + (120 if held[1] else 0)
     union.hear(75, 52)
     union.change(union.learner.rule.followed_by(limiter, 127))
-    assert union.learner.rule.inserted_before == 120  # of the 7 new items all count, of those before none
+    assert union.learner.rule.inserted_before == 120  # the 7 new items count, and none before
     assert union.needed(1) == 130
 
 
